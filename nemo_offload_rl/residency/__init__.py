@@ -3,6 +3,7 @@
 Imports torch and nothing else of this project. See docs/design/residency.md.
 """
 
+# pyright: reportUnusedImport=false
 from nemo_offload_rl.residency.communicators import SUSPENDING_NCCL, Communicators, Nccl, loaded_nccl
 from nemo_offload_rl.residency.device.device import CpuDevice, Device
 from nemo_offload_rl.residency.device.make import make_device
@@ -21,14 +22,14 @@ from nemo_offload_rl.residency.host.limits import (
 from nemo_offload_rl.residency.host.regions import new_region_on
 from nemo_offload_rl.residency.manager import ResidencyManager
 from nemo_offload_rl.residency.state.frozen_copy import part_copy_bytes, snapshot_bytes, snapshot_is_cast
-from nemo_offload_rl.residency.streams.passing import PassingParts
-from nemo_offload_rl.residency.streams.streaming import (
+from nemo_offload_rl.residency.streams.optimizer_parts import (
     NamedTensors,
     OptimizerParts,
     divide_optimizer,
     num_streamed,
     restricted_to,
 )
+from nemo_offload_rl.residency.streams.passing import PassingParts
 from nemo_offload_rl.residency.streams.work_memory import PassKind
 from nemo_offload_rl.residency.table.errors import (
     DeviceOutOfMemoryError,
@@ -69,73 +70,3 @@ from nemo_offload_rl.residency.table.plan import (
     resolve_plan,
     row_of,
 )
-
-__all__ = [
-    "BASE",
-    "GRADS",
-    "GRADS_PART",
-    "OPTIMIZER",
-    "OPTIMIZER_PART",
-    "PARAMS",
-    "PARAMS_PART",
-    "PHASES",
-    "REFERENCE",
-    "SUSPENDING_NCCL",
-    "TEACHER",
-    "TEACHER_HEAD",
-    "TEACHER_LAYER",
-    "Communicators",
-    "CpuDevice",
-    "Device",
-    "DeviceOutOfMemoryError",
-    "GradsGroup",
-    "HostAllowance",
-    "HostArena",
-    "HostArenas",
-    "HostBlock",
-    "HostBudgetError",
-    "HostLimit",
-    "HostShare",
-    "HostShortage",
-    "NamedTensors",
-    "Nccl",
-    "OpenStepError",
-    "OptimizerParts",
-    "PassKind",
-    "PassingParts",
-    "Phase",
-    "PhaseSpec",
-    "Placement",
-    "ResidencyError",
-    "ResidencyManager",
-    "ResidencyPlan",
-    "ResidencySettings",
-    "StateGroup",
-    "TensorGroup",
-    "TransitionReport",
-    "aligned",
-    "choose_resident",
-    "divide_optimizer",
-    "judge_host_memory",
-    "loaded_nccl",
-    "local_tensor",
-    "make_device",
-    "memory_total_bytes",
-    "new_region_on",
-    "num_streamed",
-    "oom_kills",
-    "optimizer_tensors",
-    "read_host_limits",
-    "reserve_host_memory",
-    "resident_bytes",
-    "part_copy_bytes",
-    "resolve_plan",
-    "restricted_to",
-    "row_of",
-    "snapshot_bytes",
-    "snapshot_is_cast",
-    "storage_bytes",
-    "storage_key",
-    "totals",
-    "unique_storages",
-]

@@ -4,6 +4,7 @@
 `ncclCommResume` maps new memory at the same addresses. In both, every rank of a communicator waits for the others.
 """
 
+# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 import ctypes
@@ -80,11 +81,10 @@ def process_communicators() -> list[int]:
 
     A group that has communicated nothing has none, and gets none. Those of pairs (sends without a batch) are not found.
     """
-    cuda, found = torch.device("cuda"), list[int]()
-    for group in distributed_c10d._world.pg_map:
-        if cuda in group._device_types and isinstance(backend := group._get_backend(cuda), _nccl_groups()):
-            found.append(backend._comm_ptr())  # pyright: ignore[reportAttributeAccessIssue]
-    return [communicator for communicator in found if communicator]
+    cuda, groups = torch.device("cuda"), list[Any](distributed_c10d._world.pg_map)
+    backends = [group._get_backend(cuda) for group in groups if cuda in group._device_types]
+    communicators: list[int] = [it._comm_ptr() for it in backends if isinstance(it, _nccl_groups())]
+    return [communicator for communicator in communicators if communicator]
 
 
 class Communicators:

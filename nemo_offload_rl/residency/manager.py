@@ -10,7 +10,7 @@ An `enter`, in order:
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 from torch import Tensor
@@ -22,12 +22,11 @@ from nemo_offload_rl.residency.state.snapshot import Snapshots
 from nemo_offload_rl.residency.state.transaction import GroupSet, Records, Transaction, device_bytes
 from nemo_offload_rl.residency.streams.passing import PassingParts
 from nemo_offload_rl.residency.streams.prefetch import Prefetcher
-from nemo_offload_rl.residency.streams.streaming import Streams
+from nemo_offload_rl.residency.streams.stream import Streams
 from nemo_offload_rl.residency.streams.work_memory import PassKind, WorkMemory
 from nemo_offload_rl.residency.table.errors import OpenStepError, ResidencyError
 from nemo_offload_rl.residency.table.groups import StateGroup
 from nemo_offload_rl.residency.table.ledger import Ledger, TransitionReport
-from nemo_offload_rl.residency.table.leftovers import LeftoverCheck
 from nemo_offload_rl.residency.table.plan import (
     BASE,
     GRADS_PART,
@@ -92,18 +91,18 @@ class ResidencyManager:
         self._layer_waits = LayerWaits(self._states.values())
         self._groups = GroupSet(self._states, device)
         self._ledger = Ledger()
+        self.work = WorkMemory(device)
         self._overlap = overlap and device.asynchronous
         self._beside_engine_bytes = beside_engine_bytes if self._overlap and plan.shares_device else 0
         params, grads, self._parts = (self._of_row(row) for row in (PARAMS_PART, GRADS_PART, OPTIMIZER_PART))
-        bundles = list(zip(self._parts, params, grads, strict=True)) if params else [(part,) for part in self._parts]
-        layers, charge = self._of_row(TEACHER_LAYER), self._ledger.add
-        self.work = WorkMemory(device)
-        self._prefetcher = ahead = Prefetcher(plan, self._groups, bundles, not params, self.work)
-        own = (params, grads, self._parts, self._overlap, charge, self.work, ahead.limit_parts)
-        self.passing = PassingParts(self._groups, *own) if params else None
-        self._streams = Streams(self._groups, bundles, layers, self._overlap, self._ledger, self.work.add)
+        passing = list(zip(self._parts, params, grads, strict=True)) if params else []
+        bundles = passing or [(part,) for part in self._parts]
+        shared = (self._overlap, self._ledger, self.work)
+        self._prefetcher = Prefetcher(plan, self._groups, bundles, not params, self.work)
+        self._streams = Streams(self._groups, bundles, self._of_row(TEACHER_LAYER), *shared)
+        limit_parts = self._prefetcher.limit_parts
+        self.passing = PassingParts(self._groups, passing, *shared, limit_parts) if params else None
         self._snapshots = Snapshots(self._groups, self.passing, plan, arena_for)
-        self._leftover_check = LeftoverCheck(device)
         self._open_step, self._num_steps = False, 0
 
     # -- phases
@@ -160,7 +159,7 @@ class ResidencyManager:
         phase = report.target
         if self._settles(phase):
             report.device_used_after_bytes = self._device.used_bytes()
-            report.leftovers = self._groups.leftovers(records, self._leftover_check, self.plan.releases_cache(phase))
+            report.leftovers = self._groups.leftovers(records, cache_released=self.plan.releases_cache(phase))
         self.work.begin(phase, sum(device_bytes(records).values()), self._states.values())
         if not self._overlap:
             return
@@ -168,7 +167,9 @@ class ResidencyManager:
             for name in self._groups.leaving_after(phase, self.plan):
                 self._states[name].start_refresh(records[name], report)
             allowed = [name for name, place in wanted.items() if place is Placement.UNCHANGED]
-            self._prefetcher.bring_beside(phase, allowed, self._snapshots.all, records, report)
+            if (target := PHASES[phase].prefetches_for) is not None:
+                snapshots = self._snapshots.all if PHASES[phase].prefetches_snapshots else {}
+                self._prefetcher.bring(phase, target, allowed, records, report, snapshots)
 
     def prefetch(self, phase: Phase) -> None:
         """Start to bring what `phase` will need, if copies can overlap and there is room beside the present work.
@@ -204,7 +205,7 @@ class ResidencyManager:
         return num_bytes
 
     @contextmanager
-    def during(self, phase: Phase) -> Iterator[None]:
+    def during(self, phase: Phase) -> Generator[None]:
         """Enter `phase` for the body and come back to the present one afterwards, also when the body raises."""
         previous = self.phase
         self.enter(phase)
@@ -248,7 +249,7 @@ class ResidencyManager:
         return self._streams.teacher(self.phase)
 
     @contextmanager
-    def writing_state(self, *, loads: bool = False) -> Iterator[None]:
+    def writing_state(self, *, loads: bool = False) -> Generator[None]:
         """Parameters and optimizer are written in the body.
 
         If it raises once writing has begun, the state is neither old nor new, and the manager refuses from then on.
@@ -283,7 +284,7 @@ class ResidencyManager:
         if self.phase is not None and self._groups.is_leaving:
             self._groups.settle(release_cache=self._releases_cache, is_exposed=False)
             report = TransitionReport(self.phase, self.phase)
-            report.leftovers = self._groups.leftovers(None, self._leftover_check, self._releases_cache)
+            report.leftovers = self._groups.leftovers(None, cache_released=self._releases_cache)
             self._ledger.add(report)
 
     def wait_parameters(self) -> None:
@@ -308,7 +309,7 @@ class ResidencyManager:
         self._snapshots.take(group, name)
 
     @contextmanager
-    def swapped_in(self, name: str) -> Iterator[None]:
+    def swapped_in(self, name: str) -> Generator[None]:
         """Have the snapshot's bytes in its group's own storages inside the body, and the group's own bytes after it.
 
         Where there is room the snapshot is on the device beforehand. The group's own bytes are copied out only where
@@ -327,7 +328,7 @@ class ResidencyManager:
             self._ledger.add(report)
 
     @contextmanager
-    def checkpoint_view(self, *names: str) -> Iterator[None]:
+    def checkpoint_view(self, *names: str) -> Generator[None]:
         """Have state that is read or loaded on the device inside the body, and back where it was after it.
 
         Args:

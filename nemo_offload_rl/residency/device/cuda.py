@@ -1,5 +1,6 @@
 """A CUDA GPU as a residency device: side streams, staged small copies, events instead of synchronisation."""
 
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 from __future__ import annotations
 
 import os
@@ -7,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nemo_offload_rl.residency.device.cuda_transfer import CopiesOut, CudaTransfer
-from nemo_offload_rl.residency.device.device import FinishedTransfer, Room, Transfer
+from nemo_offload_rl.residency.device.device import Device, FinishedTransfer, Room, Transfer, copy_now
 from nemo_offload_rl.residency.device.pieces import (
     CHUNK_BYTES,
     STAGING_BYTES,
@@ -38,7 +40,7 @@ BLOCK_BYTES = 512
 SMALL_BYTES = 1 << 20
 
 
-class CudaDevice:
+class CudaDevice(Device):
     """One GPU.
 
     Args:
@@ -46,10 +48,10 @@ class CudaDevice:
     """
 
     asynchronous = True
-    is_host_memory = False
 
     def __init__(self, device: torch.device) -> None:
-        self.device = torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
+        index = torch.cuda.current_device() if device.index is None else device.index  # pyright: ignore[reportUnnecessaryComparison]
+        self.device = torch.device("cuda", index)
         # Streams share a few hardware queues, in which a kernel waits for those before it, whatever stream they are of.
         # The kernel that gathers small pieces waits for the copies before it, and work of a pass must not stand behind
         # it: priorities of their own keep the streams apart.
@@ -73,7 +75,7 @@ class CudaDevice:
         Seen on an H200: the first leaving of Megatron's optimizer held its caller up for 0.13 s, all of its copies.
         """
         staging = self._staging[self._out]
-        torch._foreach_copy_([staging[:1], staging[1:2]], [staging[2:3], staging[3:4]])  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_copy_([staging[:1], staging[1:2]], [staging[2:3], staging[3:4]])
 
     def owns(self, storage: torch.UntypedStorage) -> bool:
         return storage.device == self.device
@@ -113,9 +115,6 @@ class CudaDevice:
                 "policy.gpu_memory_limit_gib if it is set."
             ) from error
 
-    def release(self, storage: torch.UntypedStorage) -> None:
-        storage.resize_(0)
-
     def observe(self, storages: Sequence[torch.UntypedStorage]) -> None:
         self._hands_over = False
 
@@ -149,7 +148,8 @@ class CudaDevice:
         return sum(s["total_size"] - s["active_size"] for s in self._segments() if s["stream"] != own)
 
     def _segments(self) -> list[dict[str, Any]]:
-        return [s for s in torch.cuda.memory_snapshot() if s["device"] == self.device.index]
+        snapshot: list[dict[str, Any]] = torch.cuda.memory_snapshot()  # pyright: ignore[reportUnknownMemberType]
+        return [s for s in snapshot if s["device"] == self.device.index]
 
     def allocated_bytes(self) -> int:
         return torch.cuda.memory_allocated(self.device)
@@ -290,11 +290,11 @@ class CudaDevice:
         slots = [staging[c.host.data_ptr() - base :][: c.host.numel()] for c in piece.copies]
         tensors = [copy.device for copy in piece.copies]
         if to_host:
-            torch._foreach_copy_(slots, tensors)  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_copy_(slots, tensors)
             piece.host.copy_(staging, non_blocking=True)
         else:
             staging.copy_(piece.host, non_blocking=True)
-            torch._foreach_copy_(tensors, slots)  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_copy_(tensors, slots)
 
     def _copy_blocking(self, copies: Iterable[Copy], to_host: bool) -> FinishedTransfer:
         current = torch.cuda.current_stream(self.device)
@@ -303,13 +303,9 @@ class CudaDevice:
             current.wait_stream(self._in)
         current.synchronize()  # the copies would wait for what is before them, and it is none of their seconds
         start = time.perf_counter()
-        num_bytes = num_copies = 0
-        for copy in copies:
-            (copy.host if to_host else copy.device).copy_(copy.device if to_host else copy.host)
-            num_bytes += copy.host.numel()
-            num_copies += 1
+        ended = copy_now((c.host, c.device) if to_host else (c.device, c.host) for c in copies)
         current.synchronize()
-        return FinishedTransfer(num_bytes, num_copies, time.perf_counter() - start)
+        return replace(ended, elapsed_s=time.perf_counter() - start)
 
 
 def uncached_free_bytes(device: torch.device) -> int:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from nemo_offload_rl.residency.host.arena import HostAllowance, HostArena
 from nemo_offload_rl.residency.host.limits import available_bytes, memory_total_bytes, resident_bytes
 from nemo_offload_rl.residency.table.groups import StorageRecord
 from nemo_offload_rl.residency.table.ledger import TransitionReport
-from nemo_offload_rl.residency.table.leftovers import Leftover, ProcessMemory, find_leftovers
+from nemo_offload_rl.residency.table.leftovers import Leftover, find_leftovers
 
 
 @dataclass(frozen=True)
@@ -71,106 +72,100 @@ class Transfer(Protocol):
         ...
 
 
-class Device(ProcessMemory, Protocol):
-    """Memory of one accelerator, as the residency manager uses it."""
+class Device(ABC):
+    """Memory of one accelerator, as the residency manager uses it.
 
-    @property
-    def asynchronous(self) -> bool:
-        """Whether copies run beside the device's work."""
-        ...
+    What is not abstract is that of a device which counts nothing and whose copies have finished when they return.
 
-    @property
-    def is_host_memory(self) -> bool:
-        """Whether the device's memory is the host's own."""
-        ...
+    Attributes:
+        asynchronous: Copies run while the device works.
+        is_host_memory: Its memory is the host's own.
+    """
 
+    asynchronous: bool = False
+    is_host_memory: bool = False
+
+    # -- memory
+
+    @abstractmethod
     def owns(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage belongs to this device; others (a CPU optimizer's) are left alone."""
-        ...
 
+    @abstractmethod
     def allocate(self, wanted: Sequence[Room]) -> None:
         """Allocate memory for released storages, contents undefined; together, which may be quicker than singly.
 
         Raises:
             DeviceOutOfMemoryError: There is no room; some may have got theirs.
         """
-        ...
 
     def release(self, storage: torch.UntypedStorage) -> None:
         """Release a storage's memory; its tensors stay valid objects without contents."""
-        ...
+        storage.resize_(0)
 
     def observe(self, storages: Sequence[torch.UntypedStorage]) -> None:
-        """Called at each transition with the storages that are on the device, some of which others allocated."""
-        ...
+        """Look at the storages that are on the device, some of which others allocated; called at each transition."""
+        return None
 
     def release_cache(self) -> None:
         """Release cached free memory to the driver, so that other processes can have it."""
-        ...
+        return None
 
+    @abstractmethod
     def used_bytes(self) -> int:
         """Memory in use on the device, by everyone."""
-        ...
+
+    @abstractmethod
+    def total_bytes(self) -> int:
+        """Memory of the whole device."""
+
+    @abstractmethod
+    def free_bytes(self) -> int:
+        """Memory that could still be allocated."""
+
+    def room_bytes(self, work_bytes: int) -> int:
+        """Memory that groups could take while passes need `work_bytes`; negative where there is too little."""
+        return self.free_bytes() - work_bytes
+
+    def allocated_bytes(self) -> int:
+        """Bytes that this process has allocated on the device; 0 where that is not known."""
+        return 0
 
     def reserved_bytes(self) -> int:
         """Memory that this process's allocator holds, cached or in use; 0 where that is not known."""
-        ...
+        return 0
 
-    def total_bytes(self) -> int:
-        """Memory of the whole device."""
-        ...
-
-    def free_bytes(self) -> int:
-        """Memory that could still be allocated."""
-        ...
-
-    def room_bytes(self, work_bytes: int) -> int:
-        """Memory that groups could take beside passes that need `work_bytes`; negative where there is too little."""
-        ...
+    def cached_bytes(self) -> int:
+        """Bytes that this process holds on the device without using them."""
+        return 0
 
     def cached_for_work_bytes(self) -> int:
         """Free memory that is kept for what passes allocate, so that groups cannot use it."""
-        ...
+        return 0
 
     def drain_peak_bytes(self) -> int:
         """Most bytes that this process had allocated at a time since the last call; 0 where that is not known."""
-        ...
+        return 0
 
+    @abstractmethod
+    def leftovers(
+        self, records: Mapping[str, Mapping[int, StorageRecord]], expected: Collection[str]
+    ) -> list[Leftover]:
+        """`find_leftovers` on this device, with memory that only the device's own code can name."""
+
+    @abstractmethod
+    def new_arena(self, pinned: bool, allowance: HostAllowance) -> HostArena:
+        """A host arena of the kind whose copies are fastest, or a pageable one; it takes no more than `allowance`."""
+
+    # -- copies
+
+    @abstractmethod
     def copy_out(self, copies: Iterable[Copy]) -> Transfer:
         """Start copying device to host."""
-        ...
 
-    def pace_out(self, is_paced: bool) -> None:
-        """From now on, start few copies to the host at a time, or all of them as they are asked for. Does not block.
-
-        Paced ones are started by `advance_out`, and where somebody waits for them.
-        """
-        ...
-
-    def advance_out(self) -> None:
-        """Start those of paced copies to the host that may run by now. Does not block."""
-        ...
-
-    @property
-    def is_paced(self) -> bool:
-        """Whether copies to the host are paced now."""
-        ...
-
-    @property
-    def lets_memory_go(self) -> bool:
-        """Whether copies to the host are paced, so that releasing memory to the driver waits for few of them."""
-        ...
-
+    @abstractmethod
     def copy_in(self, copies: Iterable[Copy]) -> Transfer:
         """Start copying host to device. If this raises, no copy is under way."""
-        ...
-
-    def follow(self, transfer: Transfer) -> None:
-        """Have copies to the device that are started from now on run after those of `transfer`. Does not block.
-
-        Memory that `transfer` reads may then be released for `allocate` to use again.
-        """
-        ...
 
     def copier_in(self) -> Callable[[Iterable[Copy]], Transfer]:
         """`copy_in` for another thread.
@@ -178,7 +173,37 @@ class Device(ProcessMemory, Protocol):
         Its copies wait for the work and the copies to the device that were started before this call, and for no later
         ones. Does not block.
         """
-        ...
+        return self.copy_in
+
+    def follow(self, transfer: Transfer) -> None:
+        """Have copies to the device that are started from now on run after those of `transfer`. Does not block.
+
+        Memory that `transfer` reads may then be released for `allocate` to use again.
+        """
+        transfer.wait_device()
+
+    @property
+    def is_paced(self) -> bool:
+        """Whether few copies to the host run at a time now: releasing memory to the driver waits for all that run."""
+        return False
+
+    def pace_out(self, is_paced: bool) -> None:
+        """From now on, start few copies to the host at a time, or all of them as they are asked for. Does not block.
+
+        Paced ones are started by `advance_out`, and where somebody waits for them.
+        """
+        return None
+
+    def advance_out(self) -> None:
+        """Start those of paced copies to the host that may run by now. Does not block."""
+        return None
+
+    @property
+    def lets_memory_go(self) -> bool:
+        """Whether copies to the host are paced, and no large one runs all the same."""
+        return False
+
+    # -- seconds
 
     def held_up(self, report: TransitionReport) -> AbstractContextManager[None]:
         """In the body the host is held up, or has the device wait for copies, before it gives the device more work.
@@ -187,15 +212,11 @@ class Device(ProcessMemory, Protocol):
         it was given before. Where copies do not run beside work these are the host's. A body inside another charges
         its own report.
         """
-        ...
+        return report.held_up()
 
     def account(self) -> None:
         """Fill in the seconds of `held_up` that are known by now. Does not block."""
-        ...
-
-    def new_arena(self, pinned: bool, allowance: HostAllowance) -> HostArena:
-        """A host arena of the kind whose copies are fastest, or a pageable one; it takes no more than `allowance`."""
-        ...
+        return None
 
 
 @dataclass(frozen=True)
@@ -224,12 +245,9 @@ class FinishedTransfer:
         return self.elapsed_s
 
 
-class CpuDevice:
+class CpuDevice(Device):
     """Ordinary memory as a device: offloaded state leaves its tensors and lives in the arena."""
 
-    is_paced = False
-    lets_memory_go = False
-    asynchronous = False
     is_host_memory = True
 
     def owns(self, storage: torch.UntypedStorage) -> bool:
@@ -242,20 +260,8 @@ class CpuDevice:
     def _allocate(self, room: Room) -> None:
         room.storage.resize_(room.num_bytes)
 
-    def release(self, storage: torch.UntypedStorage) -> None:
-        storage.resize_(0)
-
-    def observe(self, storages: Sequence[torch.UntypedStorage]) -> None:
-        return None
-
-    def release_cache(self) -> None:
-        return None
-
     def used_bytes(self) -> int:
         return resident_bytes()
-
-    def reserved_bytes(self) -> int:
-        return 0
 
     def total_bytes(self) -> int:
         return memory_total_bytes()
@@ -263,56 +269,24 @@ class CpuDevice:
     def free_bytes(self) -> int:
         return available_bytes()
 
-    def room_bytes(self, work_bytes: int) -> int:
-        return self.free_bytes() - work_bytes
-
-    def cached_for_work_bytes(self) -> int:
-        return 0
-
-    def allocated_bytes(self) -> int:
-        return 0
-
-    def cached_bytes(self) -> int:
-        return 0
-
     def leftovers(
         self, records: Mapping[str, Mapping[int, StorageRecord]], expected: Collection[str]
     ) -> list[Leftover]:
         return find_leftovers(records, expected, torch.device("cpu"))
 
-    def drain_peak_bytes(self) -> int:
-        return 0
-
-    def copy_out(self, copies: Iterable[Copy]) -> Transfer:
-        return _copy_now((copy.host, copy.device) for copy in copies)
-
-    def pace_out(self, is_paced: bool) -> None:
-        return None
-
-    def advance_out(self) -> None:
-        return None
-
-    def copy_in(self, copies: Iterable[Copy]) -> Transfer:
-        return _copy_now((copy.device, copy.host) for copy in copies)
-
-    def follow(self, transfer: Transfer) -> None:
-        transfer.wait_device()
-
-    def copier_in(self) -> Callable[[Iterable[Copy]], Transfer]:
-        return self.copy_in
-
-    def held_up(self, report: TransitionReport) -> AbstractContextManager[None]:
-        return report.held_up()
-
-    def account(self) -> None:
-        return None
-
     def new_arena(self, pinned: bool, allowance: HostAllowance) -> HostArena:
         # Page-locking serves a link; there is none between main memory and itself.
         return HostArena(allowance)
 
+    def copy_out(self, copies: Iterable[Copy]) -> Transfer:
+        return copy_now((copy.host, copy.device) for copy in copies)
 
-def _copy_now(pairs: Iterable[tuple[Tensor, Tensor]]) -> FinishedTransfer:
+    def copy_in(self, copies: Iterable[Copy]) -> Transfer:
+        return copy_now((copy.device, copy.host) for copy in copies)
+
+
+def copy_now(pairs: Iterable[tuple[Tensor, Tensor]]) -> FinishedTransfer:
+    """Copy each source to its target in this call."""
     start = time.perf_counter()
     num_bytes = num_copies = 0
     for target, source in pairs:

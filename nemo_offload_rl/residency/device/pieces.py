@@ -5,6 +5,7 @@ copies; the host waits in the next call until the first have finished. On an H20
 4,900 states of a mixture of experts, about as long as their copies take.
 """
 
+# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 import ctypes

@@ -30,7 +30,7 @@ def aligned(num_bytes: int) -> int:
 @dataclass
 class _Region:
     memory: HostRegion
-    free: list[tuple[int, int]] = field(default_factory=list)  # (offset, size), sorted, never adjacent
+    free: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # (offset, size), sorted, never adjacent
 
 
 @dataclass(frozen=True, eq=False)

@@ -150,7 +150,7 @@ def reserve_host_memory(
     asked = [mine]
     if dist.is_initialized() and dist.get_world_size() > 1:
         asked = [mine] * dist.get_world_size()
-        dist.all_gather_object(asked, mine)
+        dist.all_gather_object(asked, mine)  # pyright: ignore[reportUnknownMemberType]
     return judge_host_memory(asked, dist.get_rank() if dist.is_initialized() else 0)
 
 

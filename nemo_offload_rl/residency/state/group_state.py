@@ -21,7 +21,7 @@ from nemo_offload_rl.residency.device.pieces import Copy
 from nemo_offload_rl.residency.host.arena import HostMirror
 from nemo_offload_rl.residency.state.arrival_order import ArrivalOrder
 from nemo_offload_rl.residency.state.frozen_copy import FrozenCopy
-from nemo_offload_rl.residency.table.errors import DeviceOutOfMemoryError, ResidencyError
+from nemo_offload_rl.residency.table.errors import ResidencyError
 from nemo_offload_rl.residency.table.groups import StateGroup, StorageRecord, storage_bytes, storage_key
 from nemo_offload_rl.residency.table.ledger import TransitionReport
 from nemo_offload_rl.residency.table.plan import Placement
@@ -110,26 +110,6 @@ class GroupState:
             self._start_arriving(absent, source, report)
         self.location = Placement.DEVICE
         self._is_foreign = source is not None
-
-    def arrive_alone(
-        self, records: Mapping[int, StorageRecord], report: TransitionReport, source: FrozenCopy | None = None
-    ) -> None:
-        """`arrive` outside of a transaction: undoes itself if it fails."""
-        try:
-            self.arrive(records, report, source)
-        except BaseException:
-            self.undo_arrival(records)
-            raise
-
-    def try_arrive(
-        self, records: Mapping[int, StorageRecord], report: TransitionReport, source: FrozenCopy | None = None
-    ) -> bool:
-        """`arrive_alone` if there is room; free memory may be in pieces. False with nothing changed."""
-        try:
-            self.arrive_alone(records, report, source)
-        except DeviceOutOfMemoryError:
-            return False
-        return True
 
     def undo_arrival(self, records: Mapping[int, StorageRecord]) -> None:
         """Release what a failed `arrive` allocated: memory without its contents must not be taken for state."""

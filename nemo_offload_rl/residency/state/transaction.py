@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -14,7 +14,7 @@ from nemo_offload_rl.residency.state.group_state import GroupState
 from nemo_offload_rl.residency.table.errors import ResidencyError
 from nemo_offload_rl.residency.table.groups import StorageRecord, local_tensor, storage_key, unique_storages
 from nemo_offload_rl.residency.table.ledger import TransitionReport
-from nemo_offload_rl.residency.table.leftovers import Leftover, LeftoverCheck
+from nemo_offload_rl.residency.table.leftovers import REPORTED_FROM_BYTES, Leftover
 from nemo_offload_rl.residency.table.plan import PHASES, Phase, Placement, ResidencyPlan
 
 type Records = dict[str, dict[int, StorageRecord]]
@@ -37,6 +37,7 @@ class GroupSet:
         self.states = states
         self.device = device
         self._kept: Records = {}
+        self._unexplained_bytes = 0  # on the device, at most so far
 
     def refuse_if_failed(self, purpose: str) -> None:
         """Raise if an earlier failure could not be undone.
@@ -110,7 +111,7 @@ class GroupSet:
         return self.records()
 
     @contextmanager
-    def visiting(self, wanted: Mapping[str, Placement], report: TransitionReport) -> Iterator[None]:
+    def visiting(self, wanted: Mapping[str, Placement], report: TransitionReport) -> Generator[None]:
         """Have groups where they are wanted inside the body, all copies in waited for, and on the host after it."""
         Transaction(self, wanted, report).run()
         for state in self.states.values():
@@ -180,12 +181,27 @@ class GroupSet:
         """Whether any group is leaving."""
         return any(state.is_leaving for state in self.states.values())
 
-    def leftovers(self, records: Records | None, check: LeftoverCheck, cache_released: bool) -> list[Leftover]:
-        """See `LeftoverCheck`; none while a group is leaving. Lists the storages if `records` is None."""
+    def leftovers(self, records: Records | None, *, cache_released: bool) -> list[Leftover]:
+        """What is on the device without a group that may be there; usually none.
+
+        Looks only when the unexplained memory has become notably more than it ever was, and while no group is leaving.
+
+        Args:
+            records: Storages by group; None for those of now.
+            cache_released: Cached memory was just released, so that what is still cached belongs to the leftovers.
+        """
         if self.is_leaving:
             return []
+        records = records or self.records()
         here = {name for name, state in self.states.items() if state.location is Placement.DEVICE}
-        return check.check(records or self.records(), here, cache_released)
+        explained_bytes = sum(record.storage.nbytes() for name in here for record in records[name].values())
+        unexplained_bytes = self.device.allocated_bytes() - explained_bytes
+        if cache_released:
+            unexplained_bytes += self.device.cached_bytes()
+        if unexplained_bytes <= self._unexplained_bytes + REPORTED_FROM_BYTES:
+            return []
+        self._unexplained_bytes = unexplained_bytes
+        return self.device.leftovers(records, here)
 
     def leave_at_most(self, limit_bytes: int, report: TransitionReport) -> None:
         """Wait for copies out, in their order, until this process holds at most `limit_bytes` of the device.

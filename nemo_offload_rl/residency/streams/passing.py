@@ -3,26 +3,24 @@
 A part is what is read together: a layer, the embedding, the output layer. Its parameters (`params/part.<index>`) are on
 the device from just before they are read until they have been, while the part before computes at the earliest; its
 gradients (`grads/part.<index>`) while they are added to. The states of its optimizer (`optimizer/part.<index>`) join
-both in the update, which `streaming.py` does. Those that are updated first are those whose gradients are there last:
-where there is room, they stay for it, and their states come behind the backward pass of what is before them.
+both in the update (`stream.py`). The parts that are updated first get their gradients last: where there is room, they
+stay for the update, and their states come while the backward pass goes on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-
-import torch
 
 from nemo_offload_rl.residency.device.device import Room
 from nemo_offload_rl.residency.state.frozen_copy import FrozenCopy
 from nemo_offload_rl.residency.state.group_state import GroupState
 from nemo_offload_rl.residency.state.transaction import GroupSet
-from nemo_offload_rl.residency.streams.streaming import records_of
+from nemo_offload_rl.residency.streams.stream import Mover
 from nemo_offload_rl.residency.streams.work_memory import WorkMemory
 from nemo_offload_rl.residency.table.errors import ResidencyError
-from nemo_offload_rl.residency.table.groups import StorageRecord, local_tensor, storage_bytes, storage_key
-from nemo_offload_rl.residency.table.ledger import TransitionReport
+from nemo_offload_rl.residency.table.groups import local_tensor, storage_bytes, storage_key
+from nemo_offload_rl.residency.table.ledger import Ledger, TransitionReport
 from nemo_offload_rl.residency.table.plan import Phase, Placement
 
 
@@ -31,13 +29,11 @@ class PassingParts:
 
     Args:
         groups: All groups of the worker.
-        params: The parameters of each part, in the order of a forward pass.
-        grads: Their gradients, likewise.
-        states: Their optimizer's states, likewise.
-        overlap: Bring what is read next beside what is computed now.
-        charge: Gets the report of each pass.
+        parts: The optimizer's states, parameters and gradients of each part, in the order of a forward pass.
+        overlap: Bring what is read next while the present part computes.
+        ledger: Gets the report of each pass.
         work: What the phases' work needs.
-        limit_parts: What parts may hold of the device beside a phase and the step, in bytes.
+        limit_parts: What parts may hold of the device in addition to the work of a phase and the step, in bytes.
 
     Attributes:
         phase: What passes are charged to.
@@ -46,25 +42,23 @@ class PassingParts:
     def __init__(
         self,
         groups: GroupSet,
-        params: Sequence[GroupState],
-        grads: Sequence[GroupState],
-        states: Sequence[GroupState],
+        parts: Sequence[tuple[GroupState, GroupState, GroupState]],
         overlap: bool,
-        charge: Callable[[TransitionReport], None],
+        ledger: Ledger,
         work: WorkMemory,
         limit_parts: Callable[[Phase], int],
     ) -> None:
+        self.phase = Phase.TRAINING
         self._groups = groups
-        self._params = params
-        self._grads = grads
-        self._states = states
+        self._parts = parts
+        self._params = [params for _, params, _ in parts]
+        self._grads = [grads for _, _, grads in parts]
         self._device = groups.device
         self._overlap = overlap
-        self._charge = charge
+        self._ledger = ledger
         self._work = work
         self._limit_parts = limit_parts
-        self.phase = Phase.TRAINING
-        self._report = TransitionReport(None, self.phase)
+        self._mover = self._new_mover()
         self._narrow: set[int] = set()  # parts that have come from a copy as it is kept
         self._shown: FrozenCopy | None = None
         self._leaving: list[GroupState] = []
@@ -72,7 +66,7 @@ class PassingParts:
         self._limit_bytes = 0  # of them
 
     def __len__(self) -> int:
-        return len(self._params)
+        return len(self._parts)
 
     def free_bytes(self) -> int:
         """Memory of the device that could be allocated once everything has left that is leaving."""
@@ -89,12 +83,12 @@ class PassingParts:
     # -- passes
 
     @contextmanager
-    def charged(self) -> Iterator[None]:
-        """Whatever comes and goes in the body, a pass, is one entry of the ledger.
+    def charged(self) -> Generator[None]:
+        """Charge what comes and goes in the body, a pass, to one entry of the ledger.
 
         Parameters are away after it, but of parts that are kept. What was kept before leaves first.
         """
-        self._report = TransitionReport(self.phase, self.phase)
+        self._mover = self._new_mover()
         self._let_go()
         may_keep = self._overlap and self.phase is Phase.TRAINING
         self._limit_bytes = self._limit_parts(self.phase) if may_keep else 0
@@ -104,12 +98,11 @@ class PassingParts:
             self._let_go()
             raise
         finally:
-            with self._device.held_up(self._report):
+            with self._mover.held_up():
                 for index, state in enumerate(self._params):
                     if index not in self._kept:
-                        self._leave(state)
-            if self._report.groups:
-                self._charge(self._report)
+                        self._mover.leave(state)
+            self._ledger.add_if_moved(self._mover.report)
 
     def bring(self, index: int) -> None:
         """Have a part's parameters on the device for what the current stream does from now on.
@@ -124,13 +117,13 @@ class PassingParts:
             self._narrow.add(index)
         self._arrive(state, self._shown)
         if self._shown is not None and index in self._narrow:
-            storages = ((key, record.storage) for key, record in self._records(state).items())
+            storages = ((key, record.storage) for key, record in self._mover.records(state).items())
             self._shown.widen({key: storage_bytes(it, it.nbytes()) for key, it in storages if self._shown.has(key)})
         self._narrow.discard(index)
 
     def bring_gradients(self, index: int) -> None:
         """Have what a part's gradients are so far on the device; nothing where there are none yet."""
-        with self._device.held_up(self._report):
+        with self._mover.held_up():
             # What is two parts behind has had the time of a part to leave.
             for state in self._leaving[:-1]:
                 state.settle()
@@ -138,28 +131,28 @@ class PassingParts:
         self._arrive(self._grads[index])
 
     def has_read(self, index: int, following: int | None = None, *, with_gradients: int | None = None) -> None:
-        """Nothing that is started from now on reads a part's parameters: they leave, and others may come.
+        """Have a part's parameters leave, which nothing that starts from now on reads; others may come.
 
         Args:
             index: The part.
             following: Whose parameters are read next.
             with_gradients: Whose gradients are added to next.
         """
-        with self._device.held_up(self._report):
-            self._leave(self._params[index])
+        with self._mover.held_up():
+            self._mover.leave(self._params[index])
             if self._overlap and following is not None:
                 was_away = self._params[following].location is not Placement.DEVICE
-                if self._prefetch(self._params[following], self._shown) and was_away:
+                if self._mover.try_bring(self._params[following], self._shown) and was_away:
                     self._narrow.add(following)
             if self._overlap and with_gradients is not None:
-                self._prefetch(self._grads[with_gradients])
+                self._mover.try_bring(self._grads[with_gradients])
 
     def has_gradients(self, index: int) -> None:
-        """A part's gradients have been added to, by what the current stream waits for; they leave."""
+        """Have a part's gradients leave, which have been added to by what the current stream waits for."""
         state = self._grads[index]
         state.version += 1
-        with self._device.held_up(self._report):
-            self._leave(state)
+        with self._mover.held_up():
+            self._mover.leave(state)
         self._leaving.append(state)
 
     def keep(self, index: int, reserve_bytes: int) -> bool:
@@ -167,28 +160,26 @@ class PassingParts:
 
         Args:
             index: The part.
-            reserve_bytes: What must be free beside it.
+            reserve_bytes: What must be free in addition.
 
         Returns:
-            False with nothing changed where it has no room beside the parts that are updated before it, where copies
-            do not overlap, and before the first update.
+            False with nothing changed where it has no room after the parts that are updated before it, where copies do
+            not overlap, and before the first update.
         """
+        states, params, grads = self._parts[index]
         # Gradients have the parameters' size, and no host copy where they have always stayed.
-        first = zip(self._params[: index + 1], self._states[: index + 1], strict=True)
-        sizes_bytes = [2 * params.mirror.num_bytes + states.mirror.num_bytes for params, states in first]
-        coming = [state for state in (self._params[index], self._states[index]) if state.location is Placement.HOST]
+        sizes_bytes = [2 * p.mirror.num_bytes + s.mirror.num_bytes for s, p, _ in self._parts[: index + 1]]
+        coming = [state for state in (params, states) if state.location is Placement.HOST]
         coming_bytes = sum(state.mirror.num_bytes for state in coming)
         if sum(sizes_bytes) > self._limit_bytes or self.free_bytes() < coming_bytes + reserve_bytes:
             return False
-        with self._device.held_up(self._report):
-            for state in coming:
-                if not self._prefetch(state):
-                    for other in coming:
-                        self._leave(other)
-                    return False
-        grads = self._grads[index]
+        with self._mover.held_up():
+            if not all(self._mover.try_bring(state) for state in coming):
+                for state in coming:
+                    self._mover.leave(state)
+                return False
         grads.version += 1
-        grads.mirror.cover(self._records(grads))  # by which it is counted
+        grads.mirror.cover(self._mover.records(grads))  # its size is read as that of the group
         self._work.add(sizes_bytes[index])
         self._kept[index] = sizes_bytes[index]
         return True
@@ -198,52 +189,52 @@ class PassingParts:
         self._leaving = []
         for state in self._grads:
             if state.location is not Placement.FREED:
-                state.leave(Placement.FREED, records_of(state, self._device), self._report)
+                state.leave(Placement.FREED, self._mover.records(state), self._mover.report)
 
     # -- other uses of the parameters
 
     @contextmanager
-    def on_device(self, index: int) -> Iterator[None]:
-        """A part's parameters on the device inside the body, to be read outside of passes; an entry of the ledger.
+    def on_device(self, index: int) -> Generator[None]:
+        """Have a part's parameters on the device inside the body, to be read outside of passes; an entry of the ledger.
 
         Where they are already they stay.
         """
         was_there = self._params[index].location is Placement.DEVICE
-        report = self._report = TransitionReport(self.phase, self.phase)
+        mover = self._mover = self._new_mover()
         self.bring(index)
         try:
             yield
         finally:
             if not was_there:
-                self._leave(self._params[index])
-            if report.groups:
-                self._charge(report)
+                mover.leave(self._params[index])
+            self._ledger.add_if_moved(mover.report)
 
     @contextmanager
-    def filled(self, index: int) -> Iterator[None]:
-        """A part that has had no contents yet is on the device inside the body, which writes them.
+    def filled(self, index: int) -> Generator[None]:
+        """Have a part that has had no contents yet on the device inside the body, which writes them.
 
         Raises:
             DeviceOutOfMemoryError: There is no room for it.
         """
         state = self._params[index]
-        records = records_of(state, self._device)
-        sizes = {storage_key(local.untyped_storage()): local.nbytes for local in self._tensors(state)}
+        locals_ = [local_tensor(tensor.detach()) for _, tensor in state.group.tensors()]
+        sizes = {storage_key(local.untyped_storage()): local.nbytes for local in locals_}
+        records = self._mover.records(state)
         self._device.allocate([Room(r.storage, sizes[key]) for key, r in records.items() if not r.storage.nbytes()])
         yield
         state.version += 1
-        self._leave(state)
+        self._mover.leave(state)
         state.settle()
 
     def keep_in(self, copy: FrozenCopy) -> None:
         """Keep all parts in a frozen copy as passes read them now."""
         for index, state in enumerate(self._params):
             with self.on_device(index):
-                copy.keep(self._device, state.group, self._records(state))
+                copy.keep(self._device, state.group, self._mover.records(state))
 
     @contextmanager
-    def showing(self, copy: FrozenCopy) -> Iterator[None]:
-        """Passes inside the body read a frozen copy in the place of the parameters, which nothing may write.
+    def showing(self, copy: FrozenCopy) -> Generator[None]:
+        """Have passes inside the body read a frozen copy in the place of the parameters, which nothing may write.
 
         Raises:
             ResidencyError: A part is on the device.
@@ -258,40 +249,27 @@ class PassingParts:
         finally:
             self._shown = None
             for state in self._params:
-                self._leave(state)
+                self._mover.leave(state)
 
     # -- inside
 
+    def _new_mover(self) -> Mover:
+        return Mover(self._device, TransitionReport(self.phase, self.phase))
+
     def _arrive(self, state: GroupState, source: FrozenCopy | None = None) -> None:
-        with self._device.held_up(self._report):
-            if state.location is not Placement.DEVICE:
-                state.arrive_alone(self._records(state), self._report, source)
+        with self._mover.held_up():
+            self._mover.bring(state, source)
         state.wait_arrival()
 
-    def _prefetch(self, state: GroupState, source: FrozenCopy | None = None) -> bool:
-        """Where there is room; without it, it comes when it is asked for."""
-        return state.location is Placement.DEVICE or state.try_arrive(self._records(state), self._report, source)
-
     def _let_go(self) -> None:
-        """What was kept for an update that has not come leaves."""
-        with self._device.held_up(self._report):
+        """Have what was kept for an update that has not come leave."""
+        with self._mover.held_up():
             for index, num_bytes in self._kept.items():
                 if self._params[index].location is Placement.DEVICE:  # no update came since
                     self._work.add(-num_bytes)
-                for state in (self._params[index], self._grads[index], self._states[index]):
-                    self._leave(state)
+                for state in self._parts[index]:
+                    self._mover.leave(state)
         self._kept = {}
 
     def _leaving_bytes(self) -> int:
         return sum(state.held_bytes for state in self._groups.states.values() if state.is_leaving)
-
-    def _leave(self, state: GroupState) -> None:
-        if state.location is Placement.DEVICE:
-            state.leave(Placement.HOST, self._records(state), self._report)
-
-    def _records(self, state: GroupState) -> dict[int, StorageRecord]:
-        return records_of(state, self._device)
-
-    def _tensors(self, state: GroupState) -> Iterator[torch.Tensor]:
-        for _, tensor in state.group.tensors():
-            yield local_tensor(tensor.detach())

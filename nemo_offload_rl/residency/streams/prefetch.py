@@ -1,4 +1,4 @@
-"""Prefetching: what comes to the device before its phase, where there is room beside the present phase's work."""
+"""What comes to the device before its phase, where there is room in addition to the present phase's work."""
 
 from __future__ import annotations
 
@@ -7,22 +7,14 @@ from functools import partial
 
 from nemo_offload_rl.residency.state.snapshot import Snapshot, Snapshots
 from nemo_offload_rl.residency.state.transaction import GroupSet, Records, Transaction
-from nemo_offload_rl.residency.streams.window import Bundle, Window
+from nemo_offload_rl.residency.streams.stream import Bundle, Mover, Stream
 from nemo_offload_rl.residency.streams.work_memory import WorkMemory
 from nemo_offload_rl.residency.table.ledger import TransitionReport
-from nemo_offload_rl.residency.table.plan import (
-    OPTIMIZER,
-    OPTIMIZER_PART,
-    PHASES,
-    Phase,
-    Placement,
-    ResidencyPlan,
-    row_of,
-)
+from nemo_offload_rl.residency.table.plan import OPTIMIZER, OPTIMIZER_PART, Phase, Placement, ResidencyPlan, row_of
 
 
 class Prefetcher:
-    """Starts copies to the device before the phase that needs them, beside the present phase's work.
+    """Starts copies to the device before the phase that needs them, while the present phase works.
 
     What a phase's work needs is known once the phase has been passed through; until then nothing is prefetched.
 
@@ -37,7 +29,7 @@ class Prefetcher:
     Attributes:
         is_paused: Nothing is prefetched until the next phase.
         has_brought: Something was prefetched in this phase.
-        parts_limit_bytes: What parts may hold of the device from here to the end of the step, beside the passes' work.
+        parts_limit_bytes: What parts may hold of the device from here to the end of the step.
     """
 
     def __init__(
@@ -57,7 +49,7 @@ class Prefetcher:
         self.parts_limit_bytes = 0
 
     def begin(self, phase: Phase) -> None:
-        """A phase is entered."""
+        """Begin a phase: nothing has been prefetched in it."""
         self.is_paused = self.has_brought = False
         if phase is not Phase.OPTIM_STEP:
             self.parts_limit_bytes = 0
@@ -71,57 +63,55 @@ class Prefetcher:
         self.is_paused, self.has_brought = True, False
         self.parts_limit_bytes = 0
         with self._work.moving():
-            return self._evict(now, snapshots, report)
-
-    def _evict(self, now: Phase, snapshots: Snapshots, report: TransitionReport) -> int:
-        num_bytes = snapshots.release_staged()
-        num_bytes += sum(state.held_bytes for state in self._groups.states.values() if state.is_leaving)
-        wanted = {
-            name: Placement.HOST
-            for name, state in self._groups.states.items()
-            if (row_of(name) in (OPTIMIZER, OPTIMIZER_PART) or self._plan.placement(name, now) is Placement.UNCHANGED)
-            and state.location is Placement.DEVICE
-            and self._plan.leaves_the_device(name)
-        }
-        Transaction(self._groups, wanted, report).run()
-        self._groups.settle(release_cache=True, report=report)
+            num_bytes = snapshots.release_staged()
+            num_bytes += sum(state.held_bytes for state in self._groups.states.values() if state.is_leaving)
+            wanted = {
+                name: Placement.HOST
+                for name, state in self._groups.states.items()
+                if (
+                    row_of(name) in (OPTIMIZER, OPTIMIZER_PART)
+                    or self._plan.placement(name, now) is Placement.UNCHANGED
+                )
+                and state.location is Placement.DEVICE
+                and self._plan.leaves_the_device(name)
+            }
+            Transaction(self._groups, wanted, report).run()
+            self._groups.settle(release_cache=True, report=report)
         return num_bytes + report.bytes_freed
 
-    def bring_beside(
+    def bring(
         self,
         now: Phase,
+        target: Phase,
         names: Iterable[str],
-        snapshots: Mapping[str, Snapshot],
         records: Records,
         report: TransitionReport,
+        snapshots: Mapping[str, Snapshot] | None = None,
     ) -> None:
-        """Start to bring what is prefetched in `now`, which has just been entered: of `names`, and of the snapshots."""
-        spec = PHASES[now]
-        if spec.prefetches_snapshots:
-            self._stage(now, snapshots, records, report)
-        if spec.prefetches_for is not None:
-            self.bring(now, spec.prefetches_for, names, records, report)
-
-    def bring(
-        self, now: Phase, target: Phase, names: Iterable[str], records: Records, report: TransitionReport
-    ) -> None:
-        """Start to bring those of the groups that `target` needs, during `now`."""
+        """Start to bring, during `now`, snapshots to their groups, and then those of the groups that `target` needs."""
         if self.is_paused or not self._work.is_known(now):
             return
+        mover = Mover(self._groups.device, report, lambda state: records[state.group.name])
+        for name, snapshot in (snapshots or {}).items():
+            if snapshot.state.location is Placement.DEVICE:
+                start = partial(snapshot.stage, records[snapshot.state.group.name], report)
+                self._start(name, start, report, has_room=snapshot.device_bytes <= self._work.room_bytes(now))
         for name in names:
             state = self._groups.states[name]
             if self._plan.placement(name, target) is Placement.DEVICE and state.location is Placement.HOST:
-                size = state.mirror.num_bytes
-                self._if_room(now, name, size, partial(state.try_arrive, records[name], report), report)
-        if target is Phase.OPTIM_STEP and self._parts:
-            self._bring_parts(now, records, report)
+                start = partial(mover.try_bring, state)
+                self._start(name, start, report, has_room=state.mirror.num_bytes <= self._work.room_bytes(now))
+        if target is Phase.OPTIM_STEP and self._parts and self._work.is_known(target):
+            limit_bytes = self.limit_parts(now)
+            if self._parts_come_ahead:
+                self._start(self._parts[0][0].group.name, Stream(self._parts, mover, limit_bytes).fill, report)
 
     def limit_parts(self, now: Phase) -> int:
-        """What parts may hold from here to the end of the step, in bytes: what fits beside `now` and the step.
+        """What parts may hold from here to the end of the step, in bytes: what fits beyond the work of both.
 
         0 before both have been seen. Within a pass it does not become less.
         """
-        if self.is_paused or not (self._work.is_known(now) and self._work.is_known(Phase.OPTIM_STEP)):
+        if self.is_paused or not self._work.is_known(now, Phase.OPTIM_STEP):
             return self.parts_limit_bytes
         held_bytes = sum(state.held_bytes for part in self._parts for state in part)
         limit_bytes = held_bytes + self._work.room_bytes(now, Phase.OPTIM_STEP)
@@ -133,34 +123,9 @@ class Prefetcher:
         self.parts_limit_bytes = max(self.parts_limit_bytes, limit_bytes)
         return self.parts_limit_bytes
 
-    def _bring_parts(self, now: Phase, records: Records, report: TransitionReport) -> None:
-        """Begin to bring parts of the optimizer, as many as fit beside the work of `now` and the step."""
-        if not self._work.is_known(Phase.OPTIM_STEP):
-            return
-        limit_bytes = self.limit_parts(now)
-        if self._parts_come_ahead:
-            window = Window(self._parts, lambda state: records[state.group.name], limit_bytes, report)
-            with self._work.moving():
-                if window.fill(0):
-                    self.has_brought = True
-                else:
-                    report.without_room.append(self._parts[0][0].group.name)
-
-    def _stage(self, now: Phase, snapshots: Mapping[str, Snapshot], records: Records, report: TransitionReport) -> None:
-        """Bring snapshots beside their groups while the policy's own logprobs are computed."""
-        if self.is_paused or not self._work.is_known(now):
-            return
-        for name, snapshot in snapshots.items():
-            if snapshot.state.location is Placement.DEVICE:
-                own = records[snapshot.state.group.name]
-                self._if_room(now, name, snapshot.device_bytes, partial(snapshot.stage, own, report), report)
-
-    def _if_room(
-        self, now: Phase, name: str, num_bytes: int, start: Callable[[], bool], report: TransitionReport
-    ) -> None:
-        if self._work.has_room(now, num_bytes):
-            with self._work.moving():
-                if start():
-                    self.has_brought = True
-                    return
-        report.without_room.append(name)
+    def _start(self, name: str, start: Callable[[], int], report: TransitionReport, *, has_room: bool = True) -> None:
+        with self._work.moving():
+            if has_room and start():
+                self.has_brought = True
+            else:
+                report.without_room.append(name)

@@ -7,7 +7,7 @@ that took it would have the allocator give all of its cache back, and ask the CU
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -32,7 +32,7 @@ class PassKind(StrEnum):
 
 @dataclass
 class _Need:
-    """Most bytes that passes of one kind took beside state, and the size of the largest of them."""
+    """Most bytes that passes of one kind took in addition to state, and the size of the largest of them."""
 
     num_bytes: int = 0
     size: int = 0
@@ -41,12 +41,14 @@ class _Need:
         self.num_bytes, self.size = max(self.num_bytes, num_bytes), max(self.size, size)
 
     def expected_bytes(self, size: int) -> int:
-        """For a pass of this size: as much as was seen, and in proportion for a larger one."""
+        """Need of a pass of this size: as much as was seen, and in proportion for a larger one."""
         return int(self.num_bytes * max(1.0, size / self.size if self.size else 1.0))
 
 
 class WorkMemory:
-    """Learns how much device memory the work of each phase needs beside the state groups.
+    """Learns how much device memory the work of each phase needs in addition to the state groups.
+
+    It answers `is_known`, `room_bytes`, `is_too_tight` and `needed_bytes`. Its other methods tell it what happens.
 
     Args:
         device: Whose peaks are read. Where it has none, the work counts as needing nothing.
@@ -57,15 +59,42 @@ class WorkMemory:
         self._phase: Phase | None = None
         self._held_bytes = 0  # of state groups, now
         self._leaving: dict[GroupState, int] = {}  # since before the phase, and what they still hold of `_held_bytes`
-        self._other_bytes = 0  # allocated when the phase began, beside state groups
+        self._other_bytes = 0  # allocated when the phase began, state groups left out
         self._peak_bytes = 0  # of the phase, before the last `restart_peak`
         self._kind: PassKind | None = None  # of the present pass; None before the first one of a phase
         self._size = 0  # of the present pass
         self._present: dict[PassKind | None, _Need] = {}  # of the present phase
         self._seen: dict[Phase, dict[PassKind | None, _Need]] = {}
 
+    # -- answers
+
+    def is_known(self, *phases: Phase) -> bool:
+        """Whether each of these has been seen once, and in the present phase the present kind of pass."""
+        return all(phase in self._seen and (phase is not self._phase or self._is_known_kind) for phase in phases)
+
+    def room_bytes(self, *phases: Phase) -> int:
+        """What is free in addition to the work of these phases, which are known; negative where one needs more."""
+        return self._device.room_bytes(int(MARGIN * max(map(self._expected_bytes, phases)))) - RESERVE_BYTES
+
+    def is_too_tight(self, *, has_prefetched: bool) -> bool:
+        """Whether the present pass may need more than is free.
+
+        A pass that is no larger than others of its kind does not. Of a kind that has not been seen, any pass may, where
+        state was prefetched in this phase.
+        """
+        if self._phase is None or not self._is_known_kind:
+            return has_prefetched
+        need = self._seen[self._phase][self._kind]
+        return self._size > need.size and self._device.free_bytes() < need.expected_bytes(self._size)
+
+    def needed_bytes(self, phase: Phase) -> int:
+        """The most that the work of a phase has taken in addition to state; 0 before the phase has been seen once."""
+        return max((need.num_bytes for need in self._seen.get(phase, {}).values()), default=0)
+
+    # -- what happens
+
     def begin(self, phase: Phase, held_bytes: int, states: Iterable[GroupState] = ()) -> None:
-        """A phase begins with `held_bytes` of these groups on the device, some of which may still be leaving."""
+        """Begin a phase with `held_bytes` of these groups on the device, some of which may still be leaving."""
         self._phase, self._kind, self._size, self._present = phase, None, 0, {}
         self._held_bytes = held_bytes
         # An engine's phase takes most at its start, and has no time to look at each release.
@@ -75,9 +104,30 @@ class WorkMemory:
         self._device.drain_peak_bytes()
         self._other_bytes = max(0, self._device.allocated_bytes() - held_bytes)
 
+    def expect(self, kind: PassKind, size: int) -> None:
+        """Begin a pass of this kind and size, in any unit, in the present phase."""
+        self.restart_peak()
+        self._kind, self._size = kind, size
+        self._include(0)
+
+    def end(self, *, is_whole: bool = True) -> int:
+        """End the phase; remember the most that its work took, and return the peak of everything in it.
+
+        Args:
+            is_whole: Its work was done. If not, it says nothing of what the work takes.
+        """
+        self.restart_peak()
+        if self._phase is not None and is_whole:
+            if not PHASES[self._phase].is_for_engine:  # which has no passes
+                self._include(self._device.cached_for_work_bytes())
+            seen = self._seen.setdefault(self._phase, {})
+            for kind, need in self._present.items():
+                seen.setdefault(kind, _Need()).include(need.num_bytes, need.size)
+        return self._peak_bytes
+
     @contextmanager
-    def moving(self) -> Iterator[None]:
-        """State groups come to the device or leave it in the body, in which nothing else takes or releases memory.
+    def moving(self) -> Generator[None]:
+        """Have state groups come or leave in the body, in which nothing else takes or releases memory.
 
         Work before the body is compared with what was held then, and work after it with what is held now.
         """
@@ -91,8 +141,8 @@ class WorkMemory:
             self._drain_peak()
 
     @contextmanager
-    def releasing(self, *, waits: bool = False) -> Iterator[None]:
-        """Groups that were leaving when the phase began may release memory in the body; see `moving`.
+    def releasing(self, *, waits: bool = False) -> Generator[None]:
+        """Let groups that were leaving when the phase began release memory in the body; see `moving`.
 
         Other groups may too: parts that pass through the device within a pass are its work. `waits`: the body waits for
         copies that have not finished.
@@ -116,58 +166,12 @@ class WorkMemory:
         peak_bytes = self._drain_peak()
         self._subtract_what_left()  # elsewhere than in `releasing`: counts as gone from the start
         if self._phase is not None:
-            # The engine counts what is free beside all that is there.
+            # The engine counts what is free in addition to all that is there.
             other_bytes = self._other_bytes if PHASES[self._phase].is_for_engine else 0
             self._include(peak_bytes - self._held_bytes - other_bytes)
         return peak_bytes
 
-    def expect(self, kind: PassKind, size: int) -> None:
-        """A pass of this kind and size, in any unit, is about to begin in the present phase."""
-        self.restart_peak()
-        self._kind, self._size = kind, size
-        self._include(0)
-
-    def end(self, *, is_whole: bool = True) -> int:
-        """The phase ends; remember the most that its work took, and return the peak of everything in it.
-
-        Args:
-            is_whole: Its work was done. If not, it says nothing of what the work takes.
-        """
-        self.restart_peak()
-        if self._phase is not None and is_whole:
-            if not PHASES[self._phase].is_for_engine:  # which has no passes
-                self._include(self._device.cached_for_work_bytes())
-            seen = self._seen.setdefault(self._phase, {})
-            for kind, need in self._present.items():
-                seen.setdefault(kind, _Need()).include(need.num_bytes, need.size)
-        return self._peak_bytes
-
-    def needed_bytes(self, phase: Phase) -> int:
-        """The most that the work of a phase has taken beside state so far; 0 before the phase has been seen once."""
-        return max((need.num_bytes for need in self._seen.get(phase, {}).values()), default=0)
-
-    def is_known(self, phase: Phase) -> bool:
-        """Tell whether the phase has been seen once, and in the present phase the present kind of pass."""
-        return phase in self._seen and (phase is not self._phase or self._is_known_kind)
-
-    def has_room(self, phase: Phase, num_bytes: int) -> bool:
-        """Tell whether `num_bytes` fit beside the work of `phase`; never before `is_known`."""
-        return self.is_known(phase) and num_bytes <= self.room_bytes(phase)
-
-    def room_bytes(self, *phases: Phase) -> int:
-        """What is free beside the work of each of these phases, which have been seen; negative where one needs more."""
-        return self._device.room_bytes(int(MARGIN * max(map(self._expected_bytes, phases)))) - RESERVE_BYTES
-
-    def is_too_tight(self, *, has_prefetched: bool) -> bool:
-        """Tell whether the present pass may need more than is free.
-
-        A pass that is no larger than others of its kind does not. Of a kind that has not been seen, any pass may, where
-        state was prefetched in this phase.
-        """
-        if self._phase is None or not self._is_known_kind:
-            return has_prefetched
-        need = self._seen[self._phase][self._kind]
-        return self._size > need.size and self._device.free_bytes() < need.expected_bytes(self._size)
+    # -- inside
 
     @property
     def _is_known_kind(self) -> bool:
@@ -180,12 +184,11 @@ class WorkMemory:
 
     def _subtract_what_left(self) -> None:
         for state, before_bytes in list(self._leaving.items()):
-            if state.location is Placement.DEVICE:  # it stays after all
-                del self._leaving[state]
-                continue
-            # One that has left and come back within a pass is that pass's work.
-            self._leaving[state] = left_bytes = min(before_bytes, state.leaving_bytes)
-            self._held_bytes -= before_bytes - left_bytes
+            # One that stays after all is held; one that has left and come back within a pass is that pass's work.
+            is_back = state.location is Placement.DEVICE
+            left_bytes = 0 if is_back else min(before_bytes, state.leaving_bytes)
+            self._held_bytes -= 0 if is_back else before_bytes - left_bytes
+            self._leaving[state] = left_bytes
             if not left_bytes:
                 del self._leaving[state]
 
@@ -193,6 +196,6 @@ class WorkMemory:
         self._present.setdefault(self._kind, _Need()).include(num_bytes, self._size)
 
     def _expected_bytes(self, phase: Phase) -> int:
-        """For the present pass; for passes that are still to come, as much as was seen."""
+        """Need of the present pass; of passes that are still to come, as much as was seen."""
         size_of = {self._kind: self._size} if phase is self._phase else {}
         return max(need.expected_bytes(size_of.get(kind, 0)) for kind, need in self._seen[phase].items())

@@ -4,6 +4,7 @@ Storages are the unit that moves, so tensors, views, parameters and optimizer ke
 the groups; it moves nothing itself.
 """
 
+# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 from abc import ABC, abstractmethod

@@ -6,7 +6,7 @@ import gc
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,48 +90,3 @@ def find_kept_blocks(segments: Iterable[Mapping[str, Any]], from_bytes: int = KE
             keepers = f"{len(kept)} allocation{'s' if len(kept) > 1 else ''} of {sum(kept) / 2**20:.1f} MiB"
             found.append(Leftover(f"cached block that {keepers} keep{'' if len(kept) > 1 else 's'}", free_bytes))
     return sorted(found, key=lambda leftover: -leftover.num_bytes)
-
-
-class ProcessMemory(Protocol):
-    """What a process holds on a device, as its driver and allocator count it."""
-
-    def allocated_bytes(self) -> int:
-        """Bytes that this process has allocated on the device; 0 where that is not known."""
-        ...
-
-    def cached_bytes(self) -> int:
-        """Bytes that this process holds on the device without using them."""
-        ...
-
-    def leftovers(
-        self, records: Mapping[str, Mapping[int, StorageRecord]], expected: Collection[str]
-    ) -> list[Leftover]:
-        """`find_leftovers` on this device, with memory that only the device's own code can name."""
-        ...
-
-
-class LeftoverCheck:
-    """Looks for leftovers only when the unexplained memory has become notably more than it ever was."""
-
-    def __init__(self, device: ProcessMemory) -> None:
-        self._device = device
-        self._unexplained_bytes = 0
-
-    def check(
-        self, records: Mapping[str, Mapping[int, StorageRecord]], expected: Collection[str], cache_released: bool
-    ) -> list[Leftover]:
-        """Leftovers of this transition, usually none.
-
-        Args:
-            records: Storages by group.
-            expected: Groups that may be on the device now.
-            cache_released: Cached memory was just released, so that what is still cached belongs to the leftovers.
-        """
-        explained = sum(record.storage.nbytes() for name in expected for record in records[name].values())
-        unexplained = self._device.allocated_bytes() - explained
-        if cache_released:
-            unexplained += self._device.cached_bytes()
-        if unexplained <= self._unexplained_bytes + REPORTED_FROM_BYTES:
-            return []
-        self._unexplained_bytes = unexplained
-        return self._device.leftovers(records, expected)

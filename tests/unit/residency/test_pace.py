@@ -146,27 +146,18 @@ def test_all_copies_start_where_no_refit_comes(device, monkeypatch, phase):
 
 @pytest.mark.parametrize("room", [0, 3, 20])
 @pytest.mark.parametrize("is_saved", [False, True])
-def test_paced_copies_change_no_bit(device, monkeypatch, room, is_saved):
+@pytest.mark.parametrize("phases", [(Phase.REFIT, Phase.GENERATION, Phase.LP_INFERENCE), ()], ids=["refit", "none"])
+def test_paced_copies_change_no_bit_where_a_refit_follows_and_where_parts_come_again_at_once(
+    device, monkeypatch, room, is_saved, phases
+):
     training, plain = updated(device, monkeypatch, room), PartsTraining(streamed=False)
     for _ in range(2):
         plain.step()
     for _ in range(3):
         if is_saved:  # before the refit, while copies wait for their turn
             assert_bitwise_equal(training.contents(), plain.contents())
-        for phase in (Phase.REFIT, Phase.GENERATION, Phase.LP_INFERENCE):
+        for phase in phases:
             training.manager.enter(phase)
-        training.backward()
-        training.optim_step(before_refit=True)
-        plain.step()
-    assert_bitwise_equal(training.contents(), plain.contents())
-    training.manager.close()
-
-
-def test_the_present_step_may_go_on_without_a_refit_and_changes_no_bit(device, monkeypatch):
-    training, plain = updated(device, monkeypatch), PartsTraining(streamed=False)
-    for _ in range(2):
-        plain.step()
-    for _ in range(2):  # parts whose copies wait come again at once
         training.backward()
         training.optim_step(before_refit=True)
         plain.step()
@@ -197,29 +188,22 @@ def test_the_parts_storages_are_listed_once_from_an_update_to_the_next_pass(devi
     manager.close()
 
 
-def test_who_waits_for_a_copy_starts_it_and_those_before_it_alone(device):
+@pytest.mark.parametrize("is_paced", [False, True])
+def test_who_waits_for_a_copy_starts_it_and_those_before_it_alone(device, is_paced):
     arena = device.new_arena(True, HostAllowance())
     arena.reserve(8 * (PART_BYTES + 512))
     sources = [torch.full((PART_BYTES,), index, dtype=torch.uint8) for index in range(6)]
-    device.pace_out(True)
+    device.pace_out(is_paced)
     transfers = [device.copy_out([Copy(source, arena.alloc(PART_BYTES, "test").buffer)]) for source in sources]
-    assert started(device) == RUNNING_PARTS
+    assert started(device) == (RUNNING_PARTS if is_paced else 6)
     assert [transfer.num_bytes for transfer in transfers] == [PART_BYTES] * 6
-    assert [transfer.finished for transfer in transfers] == [False] * 6
+    assert not any(transfer.finished for transfer in transfers)
     transfers[3].wait_host()
     assert [transfer.finished for transfer in transfers] == [True] * 4 + [False] * 2
-    assert started(device) == 0
+    assert started(device) == (0 if is_paced else 2)
     device.advance_out()
     assert started(device) == 2
     assert transfers[3].seconds() > 0
-
-
-def test_finished_copies_are_forgotten_whether_paced_or_not(device):
-    arena = device.new_arena(True, HostAllowance())
-    arena.reserve(12 * (PART_BYTES + 512))
-    source = torch.zeros(PART_BYTES, dtype=torch.uint8)
-    for is_paced in (False, True):
-        device.pace_out(is_paced)
-        for _ in range(4):
-            device.copy_out([Copy(source, arena.alloc(PART_BYTES, "test").buffer)]).wait_host()
-        assert len(device._leaving._started) <= 1
+    transfers[5].wait_host()
+    device.copy_out([Copy(sources[0], arena.alloc(PART_BYTES, "test").buffer)])
+    assert len(device._leaving._started) == 1  # finished ones are forgotten

@@ -1,0 +1,346 @@
+"""Bundles of groups that are on the device in turn, each around its own use only.
+
+While one bundle is used the next ones come and those before go. Two may always be there, the present one and the next;
+more come as far as a limit allows. What leaves keeps its memory until its copies have finished, or until what comes
+needs it: then it is handed over, and the copies in wait on the device for the copies out. The host waits for neither,
+so both directions of the link stay busy.
+
+The idea of staging an optimizer's states in chunks around the step is that of Megatron-LM's
+ChunkedOptimizerStateOffloader (megatron/core/optimizer/cpu_offloading).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from itertools import chain
+
+import torch
+
+from nemo_offload_rl.residency.device.device import Device
+from nemo_offload_rl.residency.state.frozen_copy import FrozenCopy
+from nemo_offload_rl.residency.state.group_state import GroupState
+from nemo_offload_rl.residency.state.transaction import GroupSet
+from nemo_offload_rl.residency.streams.work_memory import WorkMemory
+from nemo_offload_rl.residency.table.errors import DeviceOutOfMemoryError
+from nemo_offload_rl.residency.table.groups import StorageRecord, unique_storages
+from nemo_offload_rl.residency.table.ledger import Ledger, TransitionReport
+from nemo_offload_rl.residency.table.plan import Phase, Placement
+
+type Bundle = Sequence[GroupState]
+"""Groups that are on the device together."""
+
+# Bundles that are started at a time in an update. Starting the copies of one takes the host a millisecond or two.
+# Starting all that fit would hold up the first update, and with it the first copy out.
+STARTED_AT_ONCE = 2
+
+
+class Mover:
+    """Moves single groups outside of transactions; a move that fails leaves its group as it was.
+
+    Args:
+        device: Where the groups come to.
+        report: What is charged.
+        records: A group's present storages. By default all of its own on the device.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        report: TransitionReport,
+        records: Callable[[GroupState], Mapping[int, StorageRecord]] | None = None,
+    ) -> None:
+        self.report = report
+        self._device = device
+        self.records = records or partial(records_of, device=device)
+
+    def held_up(self) -> AbstractContextManager[None]:
+        """`Device.held_up` of what is charged."""
+        return self._device.held_up(self.report)
+
+    def bring(self, state: GroupState, source: FrozenCopy | None = None) -> None:
+        """Start to bring a group, unless it is there.
+
+        Raises:
+            DeviceOutOfMemoryError: There is no room.
+        """
+        if state.location is Placement.DEVICE:
+            return
+        records = self.records(state)
+        try:
+            state.arrive(records, self.report, source)
+        except BaseException:
+            state.undo_arrival(records)
+            raise
+
+    def try_bring(self, state: GroupState, source: FrozenCopy | None = None) -> bool:
+        """`bring`, or False where there is no room after all: free memory may be in pieces."""
+        try:
+            self.bring(state, source)
+        except DeviceOutOfMemoryError:
+            return False
+        return True
+
+    def leave(self, state: GroupState, place: Placement = Placement.HOST) -> None:
+        """Have a group leave, unless it is away."""
+        if state.location is Placement.DEVICE:
+            # Listed now: an optimizer makes its states in its first update.
+            state.leave(place, self.records(state), self.report)
+
+
+class Stream:
+    """Brings bundles to the device in turn, some of them ahead of their use, and sends them back.
+
+    Args:
+        bundles: In the order of use. What is on the device already stays there until its turn is over.
+        mover: Moves them.
+        limit_bytes: Bytes of these groups, leaving ones included, beyond which nothing comes ahead but the next bundle.
+        overlap: The next bundles come, and those before go, while the present one is used.
+    """
+
+    def __init__(self, bundles: Sequence[Bundle], mover: Mover, limit_bytes: int, *, overlap: bool = True) -> None:
+        self._bundles = bundles
+        self._mover = mover
+        self._limit_bytes = limit_bytes
+        self._overlap = overlap
+        self._counted_bytes = self._most_held_bytes = self._held_bytes
+
+    def through(self) -> Iterator[Bundle]:
+        """Yield each bundle while it is on the device. It goes back once the next is asked for.
+
+        Raises:
+            DeviceOutOfMemoryError: There is no room for a bundle, even with all others away.
+        """
+        for index, bundle in enumerate(self._bundles):
+            with self._mover.held_up():
+                self._bring(index)
+                if self._overlap:
+                    self.fill(index + 1, at_least=1, most_new=STARTED_AT_ONCE)
+            yield bundle
+            with self._mover.held_up():
+                for state in bundle:
+                    self._mover.leave(state)
+                self._look()
+                if not self._overlap:
+                    self._settle()
+
+    def begin(self) -> None:
+        """Start to bring the first bundles, for a `through` that may yet not be run."""
+        with self._mover.held_up():
+            self.fill(0, at_least=STARTED_AT_ONCE, most_new=STARTED_AT_ONCE)
+
+    def fill(self, first: int = 0, at_least: int = 0, most_new: int | None = None) -> int:
+        """Start to bring bundles from `first` on, as many as fit.
+
+        Args:
+            first: The first that is wanted.
+            at_least: So many are tried even beyond the limit.
+            most_new: Start no more than these now; None for no limit.
+
+        Returns:
+            How many of them are on the device or on their way.
+        """
+        wanted = self._within_limit(first, at_least)
+        kept = list(chain(*wanted))
+        num_new = 0
+        for num_ahead, bundle in enumerate(wanted):
+            if any(state.location is Placement.HOST for state in bundle):
+                if num_new == most_new:
+                    return num_ahead
+                num_new += 1
+            if not all(self._try_bring(state, first, kept) for state in bundle):
+                # Free memory may be in pieces. Each try costs a wait for the whole device.
+                self._limit_bytes = min(self._limit_bytes, self._held_bytes)
+                return num_ahead
+        return len(wanted)
+
+    def grown_bytes(self) -> int:
+        """By how much the most memory that the groups held at a time has grown since the last call."""
+        grown_bytes = self._most_held_bytes - self._counted_bytes
+        self._counted_bytes = self._most_held_bytes
+        return grown_bytes
+
+    @property
+    def _held_bytes(self) -> int:
+        return sum(state.held_bytes for state in chain(*self._bundles))
+
+    def _bring(self, index: int) -> None:
+        """Have a bundle on the device for what runs there next."""
+        bundle = self._bundles[index]
+        if not any(state.mirror.num_bytes for state in bundle):
+            # What is made in its first update needs the room of those before.
+            self._make_room(self._limit_bytes, index, bundle)
+        for state in bundle:
+            if not self._try_bring(state, index, bundle):
+                # Everything else leaves, and nothing comes ahead of the next bundle from now on.
+                self._limit_bytes = 0
+                for other in chain(*self._bundles):
+                    if other not in bundle:
+                        self._mover.leave(other)
+                self._settle()
+                self._mover.bring(state)
+        for state in bundle:
+            state.wait_arrival()
+
+    def _settle(self) -> None:
+        """Wait for what is leaving and release its memory."""
+        for state in chain(*self._bundles):
+            if state.is_leaving:
+                state.settle()
+
+    def _within_limit(self, first: int, at_least: int) -> Sequence[Bundle]:
+        """The bundles from `first` on that fit while those before it, which may be in use, are there."""
+        in_use = (state for state in chain(*self._bundles[:first]) if state.location is Placement.DEVICE)
+        free_bytes = self._limit_bytes - sum(state.held_bytes for state in in_use)
+        for num_ahead, bundle in enumerate(self._bundles[first:]):
+            free_bytes -= sum(state.mirror.num_bytes for state in bundle)
+            if free_bytes < 0 and num_ahead >= at_least:
+                return self._bundles[first : first + num_ahead]
+        return self._bundles[first:]
+
+    def _try_bring(self, state: GroupState, first: int, kept: Bundle) -> bool:
+        if state.location is not Placement.HOST:
+            return True
+        if not state.held_bytes:  # else it is leaving, and may stay
+            self._make_room(state.mirror.num_bytes, first, kept)
+        has_come = self._mover.try_bring(state)
+        self._look()
+        return has_come
+
+    def _look(self) -> None:
+        self._most_held_bytes = max(self._most_held_bytes, self._held_bytes)
+
+    def _make_room(self, num_bytes: int, first: int, kept: Bundle) -> None:
+        """Have those that leave hand over their memory, as far as the limit demands it: first what left first."""
+        held_bytes = self._held_bytes
+        # Bundles from `first` on that are leaving were used in the step before.
+        for state in chain(*self._bundles[first:], *self._bundles[:first]):
+            if held_bytes + num_bytes <= self._limit_bytes:
+                return
+            if state.is_leaving and state.held_bytes and state not in kept:
+                held_bytes -= state.held_bytes
+                state.hand_over()
+
+
+class Streams:
+    """The streams of a worker: an optimizer's parts in updates, and the layers of a teacher.
+
+    Args:
+        groups: All groups; their `failure` is set where the state was written in part.
+        updated: What is on the device for the update of each part: its optimizer states first.
+        teacher_layers: The layers of a teacher.
+        overlap: Let copies run beside the caller's work.
+        ledger: Gets the report of each stream.
+        work: Told by how much the memory of updated groups grew.
+    """
+
+    def __init__(
+        self,
+        groups: GroupSet,
+        updated: Sequence[Bundle],
+        teacher_layers: Sequence[GroupState],
+        overlap: bool,
+        ledger: Ledger,
+        work: WorkMemory,
+    ) -> None:
+        self._groups = groups
+        self._updated = updated
+        self._teacher_layers = [(layer,) for layer in teacher_layers]
+        self._overlap = overlap
+        self._ledger = ledger
+        self._work = work
+        self._num_written = 0
+
+    def optimizer(self, phase: Phase | None, limit_bytes: int, release_cache: bool) -> Iterator[str]:
+        """See `ResidencyManager.streamed`.
+
+        Args:
+            phase: The present one. In OPTIM_STEP the first parts start to come now; the caller may yet ask for none.
+            limit_bytes: As of `Stream`.
+            release_cache: Release cached memory to the driver first, if that has to wait for no copy.
+        """
+        opened = partial(self._open, self._updated, phase, Phase.OPTIM_STEP, limit_bytes, release_cache)
+        # Parameters come when they are asked for: passes would find those that a skipped update has left there.
+        if not (self._overlap and phase is Phase.OPTIM_STEP and self._updated and self._writes_states_only):
+            return self._updates(opened)
+        stream = opened()
+        stream.begin()
+        self._work.add(stream.grown_bytes())
+        return self._updates(lambda: stream)
+
+    def _updates(self, opened: Callable[[], Stream]) -> Iterator[str]:
+        if not self._updated:
+            return
+        stream = opened()
+        try:
+            for bundle in stream.through():
+                # Now, not only as the step begins: a part that came ahead and had to leave again has a host copy by
+                # then, which would count as that of the update.
+                for state in bundle:
+                    state.version += 1
+                self._num_written += 1
+                yield bundle[0].group.name
+        finally:
+            self._work.add(stream.grown_bytes())
+
+    @property
+    def _writes_states_only(self) -> bool:
+        """Whether parameters stay on the device while their states stream."""
+        return all(len(bundle) == 1 for bundle in self._updated)
+
+    @property
+    def has_updated(self) -> bool:
+        """Whether the last update of the state came to its first part; one that is skipped asks for none."""
+        return self._num_written > 0
+
+    def teacher(self, phase: Phase | None) -> Iterator[str]:
+        """See `ResidencyManager.streamed_layers`."""
+        if self._teacher_layers:
+            for (layer,) in self._open(self._teacher_layers, phase, Phase.TEACHER_INFERENCE).through():
+                yield layer.group.name
+
+    @contextmanager
+    def writing(self, *, loads: bool) -> Generator[None]:
+        """See `ResidencyManager.writing_state`."""
+        self._num_written = 0
+        try:
+            yield
+        except BaseException as error:
+            # An update that streams nothing writes everything in one go. Whether it came to that is not known.
+            is_partial = self._num_written > 0 or not self._updated
+            if is_partial and not (loads and self._writes_states_only):
+                part = f" in part {self._num_written} of {len(self._updated)}" if self._updated else ""
+                self._groups.failure = f"an update of the state broke off{part} ({type(error).__name__}: {error})"
+            raise
+
+    def _open(
+        self,
+        bundles: Sequence[Bundle],
+        phase: Phase | None,
+        target: Phase,
+        limit_bytes: int = 0,
+        release_cache: bool = False,
+    ) -> Stream:
+        report = TransitionReport(phase, phase or target)
+        self._ledger.add(report)
+        if release_cache and not any(state.is_moving for state in self._groups.states.values()):
+            self._groups.release_cache_for(report)
+        streamed = {state.group.name for bundle in bundles for state in bundle}
+        # With what keeps a key from another storage while this runs: gradients end in between, states begin.
+        others = {
+            key: record.weak_ref
+            for name, found in self._groups.records().items()
+            if name not in streamed
+            for key, record in found.items()
+        }
+        device = self._groups.device
+        mover = Mover(device, report, partial(records_of, device=device, others=others))
+        return Stream(bundles, mover, limit_bytes, overlap=self._overlap)
+
+
+@torch.no_grad()
+def records_of(state: GroupState, device: Device, others: Collection[int] = ()) -> dict[int, StorageRecord]:
+    """A group's present storages on a device, by key, without `others`."""
+    found = unique_storages(state.group.tensors())
+    return {key: record for key, record in found.items() if key not in others and device.owns(record.storage)}
