@@ -64,7 +64,7 @@ def used_bytes(device: torch.device) -> int:
 def pinned_bytes(algorithm: Any) -> int:
     """Host memory that is page-locked for the algorithm."""
     if isinstance(algorithm, NemoOffloadRl):
-        arena = algorithm.manager._arenas.arena(pinned=True)
+        arena = algorithm.manager._arena
         return arena.reserved_bytes if arena.pinned else 0
     if isinstance(algorithm, TorchMemorySaver):
         return -1

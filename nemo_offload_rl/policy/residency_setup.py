@@ -32,7 +32,7 @@ from nemo_offload_rl.residency import (
     TEACHER_HEAD,
     TEACHER_LAYER,
     Device,
-    HostArenas,
+    HostArena,
     ResidencyManager,
     part_copy_bytes,
     row_of,
@@ -65,7 +65,7 @@ def begin_host_memory(
     expected: ExpectedBytes,
     keep_reference: bool,
     device: Device,
-) -> HostArenas:
+) -> HostArena:
     """Host memory for a worker whose model is still to be loaded; it is taken while that happens.
 
     A collective of all workers where there are sizes.
@@ -79,7 +79,7 @@ def begin_host_memory(
     Raises:
         ConfigError: The state will not fit into host memory.
     """
-    arenas = HostArenas(device.new_arena)
+    arena = HostArena(device.new_region)
     if sizes := expected.state:
         need = HostNeed(
             settings=settings,
@@ -90,17 +90,17 @@ def begin_host_memory(
             activation_bytes=expected.activations,
             reference_is_cast=expected.reference_is_cast,
         )
-        arenas.limit(claim_host_memory(need))
+        arena.limit_bytes = claim_host_memory(need)
         plan = need.resolve()
-        arenas.begin_reserve(plan.plan.host_bytes(plan.arena))
-    return arenas
+        arena.begin_reserve(plan.plan.host_bytes(plan.arena))
+    return arena
 
 
 def build_manager(
     settings: PolicySettings,
     backend: PolicyBackend,
     keep_reference: bool,
-    arenas: HostArenas,
+    arena: HostArena,
     device: Device,
     teacher: Teacher | None = None,
 ) -> tuple[ResidencyManager, HostNeed]:
@@ -126,14 +126,14 @@ def build_manager(
         activation_bytes=backend.activation_host_bytes(),
         reference_is_cast=snapshot_is_cast(params),
     )
-    if not arenas.reserved_bytes:
-        arenas.limit(claim_host_memory(need))
+    if not arena.reserved_bytes:
+        arena.limit_bytes = claim_host_memory(need)
     plan = need.resolve()
     manager = ResidencyManager(
         plan=plan.plan,
         groups=groups,
         device=device,
-        arenas=arenas,
+        arena=arena,
         overlap=settings.residency_overlap,
         verify=settings.residency_verify,
         beside_engine_bytes=beside_engine_bytes(settings, device.total_bytes()),

@@ -83,8 +83,8 @@ class PolicyWorker:
         with ExitStack() as made:
             # First: the workers of a host agree on what each takes of its memory.
             join_process_group(process, made)
-            arenas = begin_host_memory(settings, expected, keep_reference, device)
-            made.push(closing(arenas))
+            arena = begin_host_memory(settings, expected, keep_reference, device)
+            made.push(closing(arena))
             self._backend = build_backend(settings, process)
             made.push(closing(self._backend))
             self._backend.clear_caches()  # building it may have filled some, and the engine is the next to come
@@ -93,7 +93,7 @@ class PolicyWorker:
                 made.push(closing(self._teacher))
             limit_collectives(process)  # of groups that the backend has made
             self.residency, self._host_need = build_manager(
-                settings, self._backend, keep_reference, arenas, device, self._teacher
+                settings, self._backend, keep_reference, arena, device, self._teacher
             )
             self._made = made.pop_all()  # `shutdown` ends them
         self._workers_per_host = process.workers_per_host

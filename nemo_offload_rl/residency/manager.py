@@ -12,11 +12,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 from torch import Tensor
 
 from nemo_offload_rl.residency.device.device import Device
-from nemo_offload_rl.residency.host.arena import HostArena, HostArenas, HostMirror
+from nemo_offload_rl.residency.host.arena import HostArena, HostMirror
+from nemo_offload_rl.residency.state.frozen_copy import FrozenCopy
 from nemo_offload_rl.residency.state.group_state import GroupState, LayerWaits
 from nemo_offload_rl.residency.state.snapshot import Snapshots
 from nemo_offload_rl.residency.state.transaction import GroupSet, Records, Transaction, device_bytes
@@ -52,7 +54,7 @@ class ResidencyManager:
         plan: Where each group must be in each phase.
         groups: The groups, in the order in which a storage that several of them list is counted.
         device: The device; everything is on it until the first `enter`.
-        arenas: Host memory for all groups, perhaps reserved already; the manager closes it. None makes it.
+        arena: Host memory for all groups, perhaps reserved already; the manager closes it. None makes it.
         overlap: Let copies run beside the caller's work where the device can; False waits for each inside `enter`.
         verify: Compare host copies that count as up to date with the device, byte by byte. Slow; for finding bugs.
         beside_engine_bytes: What this process may have of the device beside an engine that is awake.
@@ -68,7 +70,7 @@ class ResidencyManager:
         plan: ResidencyPlan,
         groups: Sequence[StateGroup],
         device: Device,
-        arenas: HostArenas | None = None,
+        arena: HostArena | None = None,
         overlap: bool = True,
         verify: bool = False,
         beside_engine_bytes: int = 0,
@@ -78,16 +80,14 @@ class ResidencyManager:
         self.plan = plan
         self.phase: Phase | None = None
         self._device = device
-        self._arenas = held = arenas or HostArenas(device.new_arena)
+        self._arena = held = arena or HostArena(device.new_region)
 
         # No method: a manager in a circle would live until a collection, and keep a Megatron model from that one.
-        def arena_for(name: str) -> HostArena:
-            return held.arena(row_of(name) in plan.pinned_groups)
+        def new_copy[Mirror: HostMirror](kind: type[Mirror], name: str) -> Mirror:
+            return kind(name, held, pinned=row_of(name) in plan.pinned_groups)
 
-        self._states = {
-            group.name: GroupState(group, device, HostMirror(group.name, arena_for(group.name)), verify)
-            for group in groups
-        }
+        mirrors = {group: new_copy(HostMirror, group.name) for group in groups}
+        self._states = {group.name: GroupState(group, device, mirror, verify) for group, mirror in mirrors.items()}
         self._layer_waits = LayerWaits(self._states.values())
         self._groups = GroupSet(self._states, device)
         self._ledger = Ledger()
@@ -102,7 +102,7 @@ class ResidencyManager:
         self._streams = Streams(self._groups, bundles, self._of_row(TEACHER_LAYER), *shared)
         limit_parts = self._prefetcher.limit_parts
         self.passing = PassingParts(self._groups, passing, *shared, limit_parts) if params else None
-        self._snapshots = Snapshots(self._groups, self.passing, plan, arena_for)
+        self._snapshots = Snapshots(self._groups, self.passing, plan, partial(new_copy, FrozenCopy))
         self._open_step, self._num_steps = False, 0
 
     # -- phases
@@ -368,7 +368,8 @@ class ResidencyManager:
         Raises:
             HostBudgetError: It does not fit; the message has the numbers.
         """
-        self._arenas.reserve(self.plan.host_bytes(expected_bytes))
+        for pinned, num_bytes in self.plan.host_bytes(expected_bytes).items():
+            self._arena.reserve(num_bytes, pinned=pinned)
 
     def device_bytes(self) -> dict[str, int]:
         """Bytes of each group that are on the device now."""
@@ -389,7 +390,7 @@ class ResidencyManager:
         self._layer_waits.remove()
         with ExitStack() as ends:
             # Whatever fails first, such as a copy, is what is raised: the rest is freed anyway.
-            ends.callback(self._arenas.close)
+            ends.callback(self._arena.close)
             for state in self._states.values():
                 ends.callback(state.mirror.close)
             ends.callback(self._snapshots.close)

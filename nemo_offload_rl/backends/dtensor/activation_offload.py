@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from nemo_offload_rl.keys.worker import PolicySettings
-from nemo_offload_rl.residency import HostAllowance, HostArena, HostBlock, ResidencyError, aligned, new_region_on
+from nemo_offload_rl.residency import HostArena, HostBlock, ResidencyError, aligned, new_region_on
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class ActivationOffloading:
     def __init__(self, host_limit_bytes: int, device: torch.device) -> None:
         self.device = device
         self._limit_bytes = aligned(host_limit_bytes)
-        self._arena = HostArena(HostAllowance(self._limit_bytes), new_region_on(device))
+        self._arena = HostArena(new_region_on(device), self._limit_bytes)
         is_gpu = device.type == "cuda"
         self._out, self._in = (torch.cuda.Stream(device) if is_gpu else None for _ in range(2))
         self._last: weakref.ref[KeptInput] | None = None  # of the present forward pass

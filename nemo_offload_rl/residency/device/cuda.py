@@ -27,8 +27,7 @@ from nemo_offload_rl.residency.device.pieces import (
     pieces_of,
     single,
 )
-from nemo_offload_rl.residency.host.arena import HostAllowance, HostArena
-from nemo_offload_rl.residency.host.regions import PageableRegion, new_region_on
+from nemo_offload_rl.residency.host.regions import HostRegion, new_region_on
 from nemo_offload_rl.residency.table.errors import DeviceOutOfMemoryError
 from nemo_offload_rl.residency.table.groups import StorageRecord, unique_storages
 from nemo_offload_rl.residency.table.ledger import TransitionReport
@@ -66,7 +65,7 @@ class CudaDevice(Device):
         self._leaving = CopiesOut()
         # Events among the work, in order, and what the idle seconds from each to the next are charged to.
         self._marks: deque[tuple[torch.cuda.Event, TransitionReport | None]] = deque()
-        self._new_pinned_region = new_region_on(self.device)
+        self._new_region = new_region_on(self.device)
         self._hands_over = False  # since the last transition, memory has been handed from what leaves to what comes
 
     def _load_kernels(self) -> None:
@@ -226,8 +225,8 @@ class CudaDevice(Device):
                 # A stream that had other work until the host came back passes both at the same time.
                 report.exposed_s += max(0.0, begin.elapsed_time(self._marks[0][0])) / 1e3
 
-    def new_arena(self, pinned: bool, allowance: HostAllowance) -> HostArena:
-        return HostArena(allowance, self._new_pinned_region if pinned else PageableRegion)
+    def new_region(self, num_bytes: int) -> HostRegion:
+        return self._new_region(num_bytes)
 
     def _copy(self, copies: Iterable[Copy], stream: torch.cuda.Stream, to_host: bool) -> Transfer:
         pending = iter(copies)

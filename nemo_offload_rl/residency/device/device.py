@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from nemo_offload_rl.residency.device.pieces import Copy
-from nemo_offload_rl.residency.host.arena import HostAllowance, HostArena
 from nemo_offload_rl.residency.host.limits import available_bytes, memory_total_bytes, resident_bytes
+from nemo_offload_rl.residency.host.regions import HostRegion, PageableRegion
 from nemo_offload_rl.residency.table.groups import StorageRecord
 from nemo_offload_rl.residency.table.ledger import TransitionReport
 from nemo_offload_rl.residency.table.leftovers import Leftover, find_leftovers
@@ -153,9 +153,10 @@ class Device(ABC):
     ) -> list[Leftover]:
         """`find_leftovers` on this device, with memory that only the device's own code can name."""
 
-    @abstractmethod
-    def new_arena(self, pinned: bool, allowance: HostAllowance) -> HostArena:
-        """A host arena of the kind whose copies are fastest, or a pageable one; it takes no more than `allowance`."""
+    def new_region(self, num_bytes: int) -> HostRegion:
+        """Host memory of the kind whose copies are fastest."""
+        # Page-locking serves a link; there is none between main memory and itself.
+        return PageableRegion(num_bytes)
 
     # -- copies
 
@@ -273,10 +274,6 @@ class CpuDevice(Device):
         self, records: Mapping[str, Mapping[int, StorageRecord]], expected: Collection[str]
     ) -> list[Leftover]:
         return find_leftovers(records, expected, torch.device("cpu"))
-
-    def new_arena(self, pinned: bool, allowance: HostAllowance) -> HostArena:
-        # Page-locking serves a link; there is none between main memory and itself.
-        return HostArena(allowance)
 
     def copy_out(self, copies: Iterable[Copy]) -> Transfer:
         return copy_now((copy.host, copy.device) for copy in copies)

@@ -1,7 +1,7 @@
 """The host arena: memory for everything that a worker keeps on the host, taken once, divided, and filled with copies.
 
-1. `reserve` takes one region of the size that the plan needs, before the first step.
-2. `alloc` hands out 512-byte aligned blocks; without room it takes one more region, within the budget.
+1. `begin_reserve` takes one region of each kind, of the size that the plan needs, while the model loads.
+2. `alloc` hands out 512-byte aligned blocks; without room it takes one more region, within the limit.
 3. `free` returns a block to the arena, not to the system, so a steady step takes no memory.
 4. `close` returns everything to the system; a block still in use then is a leak and is named.
 """
@@ -27,9 +27,10 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-@dataclass
+@dataclass(eq=False)
 class _Region:
     memory: HostRegion
+    pinned: bool  # as it was asked for
     free: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # (offset, size), sorted, never adjacent
 
 
@@ -39,61 +40,32 @@ class HostBlock:
 
     buffer: Tensor
     owner: str
-    region_index: int
+    region: _Region
     offset_bytes: int
     size_bytes: int
 
 
-class HostAllowance:
-    """What the arenas of a worker may take from the system together.
-
-    Args:
-        num_bytes: The bound; None for none. It may be set later, before the first region is taken.
-    """
-
-    def __init__(self, num_bytes: int | None = None) -> None:
-        self.num_bytes = num_bytes
-        self.taken_bytes = 0
-
-    def take(self, num_bytes: int) -> None:
-        """Count a region that is about to be made.
-
-        Raises:
-            HostBudgetError: It would go over the bound; it is not counted.
-        """
-        total = self.taken_bytes + num_bytes
-        if self.num_bytes is not None and total > self.num_bytes:
-            gib = 2**30
-            raise HostBudgetError(
-                f"host arena: {num_bytes / gib:.2f} GiB more would make {total / gib:.2f} GiB, over the budget of "
-                f"{self.num_bytes / gib:.2f} GiB. Offload fewer groups, or give the job more host memory."
-            )
-        self.taken_bytes = total
-
-    def release(self, num_bytes: int) -> None:
-        """Count a region no longer."""
-        self.taken_bytes -= num_bytes
-
-
 class HostArena:
-    """Sub-allocator over a few regions of host memory.
+    """Sub-allocator over a few regions of host memory, page-locked and pageable.
 
     Args:
-        allowance: What it may take from the system, beside other arenas; None for no bound.
-        new_region: Makes a region of the given size; pageable memory unless a device brings its own.
+        new_region: Makes a page-locked region of a size (`Device.new_region`), or what stands in for one.
+        limit_bytes: Most bytes that it takes from the system, of both kinds together; None for no bound.
     """
 
     def __init__(
-        self, allowance: HostAllowance | None = None, new_region: Callable[[int], HostRegion] = PageableRegion
+        self, new_region: Callable[[int], HostRegion] = PageableRegion, limit_bytes: int | None = None
     ) -> None:
-        self._allowance = allowance or HostAllowance()
-        self._new_region = new_region
+        self.limit_bytes = limit_bytes
+        self._new_region = {True: new_region, False: PageableRegion}
         self._regions: list[_Region] = []
         self._blocks: dict[int, HostBlock] = {}
+        self._filling: Future[None] | None = None
 
     @property
     def reserved_bytes(self) -> int:
         """Bytes taken from the system."""
+        self.wait()
         return sum(region.memory.buffer.numel() for region in self._regions)
 
     @property
@@ -102,45 +74,57 @@ class HostArena:
         return sum(block.size_bytes for block in self._blocks.values())
 
     @property
-    def num_blocks(self) -> int:
-        """Blocks in use."""
-        return len(self._blocks)
-
-    @property
     def pinned(self) -> bool:
-        """Whether every region is page-locked."""
-        return bool(self._regions) and all(region.memory.pinned for region in self._regions)
+        """Whether everything that was to be page-locked is."""
+        wanted = [region for region in self._regions if region.pinned]
+        return bool(wanted) and all(region.memory.pinned for region in wanted)
 
-    def reserve(self, num_bytes: int) -> None:
+    def reserve(self, num_bytes: int, *, pinned: bool = True) -> None:
         """Make sure that `num_bytes` can be had in one piece without asking the system again.
 
         Raises:
-            HostBudgetError: The arena would grow over its budget.
+            HostBudgetError: The arena would grow over its limit.
         """
-        wanted = aligned(num_bytes)
-        if wanted and all(size < wanted for region in self._regions for _, size in region.free):
-            self._grow(wanted)
+        self.wait()
+        self._reserve({pinned: num_bytes})
 
-    def alloc(self, num_bytes: int, owner: str) -> HostBlock:
+    def begin_reserve(self, num_bytes: Mapping[bool, int]) -> None:
+        """Start to take so much page-locked (under True) and pageable memory in another thread."""
+        self.wait()
+        pool = ThreadPoolExecutor(1, thread_name_prefix="arena")
+        self._filling = pool.submit(self._reserve, dict(num_bytes))
+        pool.shutdown(wait=False)
+
+    def wait(self) -> None:
+        """Wait until what `begin_reserve` has started is there.
+
+        Raises:
+            HostBudgetError: It did not fit.
+        """
+        if self._filling is not None:
+            filling, self._filling = self._filling, None
+            filling.result()
+
+    def alloc(self, num_bytes: int, owner: str, *, pinned: bool = True) -> HostBlock:
         """A block of at least `num_bytes`, from the first gap that holds it.
 
         Raises:
-            HostBudgetError: The arena would grow over its budget.
+            HostBudgetError: The arena would grow over its limit.
         """
+        self.wait()
         size = aligned(max(num_bytes, 1))
-        found = self._take(size)
+        found = self._take(size, pinned)
         if found is None:
-            self._grow(size)
-            found = self._take(size)
+            self._grow(size, pinned)
+            found = self._take(size, pinned)
             assert found is not None
-        index, offset = found
-        buffer = self._regions[index].memory.buffer[offset : offset + num_bytes]
-        block = HostBlock(buffer, owner, index, offset, size)
+        region, offset = found
+        block = HostBlock(region.memory.buffer[offset : offset + num_bytes], owner, region, offset, size)
         self._blocks[id(block)] = block
         return block
 
     def try_alloc(self, num_bytes: int, owner: str) -> HostBlock | None:
-        """`alloc`, or None where that would go over the budget: for what may stay on the device instead."""
+        """`alloc`, or None where that would go over the limit: for what may stay on the device instead."""
         try:
             return self.alloc(num_bytes, owner)
         except HostBudgetError:
@@ -154,16 +138,12 @@ class HostArena:
         """
         if self._blocks.pop(id(block), None) is None:
             raise ResidencyError(f"host block of {block.owner!r} was freed twice or belongs to another arena")
-        gaps = self._regions[block.region_index].free
-        gaps.append((block.offset_bytes, block.size_bytes))
-        gaps.sort()
         merged: list[tuple[int, int]] = []
-        for offset, size in gaps:
-            if merged and merged[-1][0] + merged[-1][1] == offset:
-                merged[-1] = (merged[-1][0], merged[-1][1] + size)
-            else:
-                merged.append((offset, size))
-        self._regions[block.region_index].free = merged
+        for offset, size in sorted([*block.region.free, (block.offset_bytes, block.size_bytes)]):
+            if merged and sum(merged[-1]) == offset:
+                offset, size = merged[-1][0], merged.pop()[1] + size
+            merged.append((offset, size))
+        block.region.free = merged
 
     def close(self) -> None:
         """Return all memory to the system.
@@ -171,105 +151,39 @@ class HostArena:
         Raises:
             ResidencyError: Blocks are still in use; the message names their owners. The memory is returned anyway.
         """
+        self.wait()
         leaked = sorted({block.owner for block in self._blocks.values()})
-        self._allowance.release(self.reserved_bytes)
         for region in self._regions:
             region.memory.close()
         self._regions, self._blocks = [], {}
         if leaked:
             raise ResidencyError(f"host blocks still in use at close: {', '.join(leaked)}; free them first")
 
-    def _take(self, size: int) -> tuple[int, int] | None:
-        for index, region in enumerate(self._regions):
+    def _reserve(self, num_bytes: Mapping[bool, int]) -> None:
+        for pinned, wanted in num_bytes.items():
+            size = aligned(wanted)
+            gaps = (gap for region in self._regions if region.pinned is pinned for _, gap in region.free)
+            if size and all(gap < size for gap in gaps):
+                self._grow(size, pinned)
+
+    def _take(self, size: int, pinned: bool) -> tuple[_Region, int] | None:
+        for region in self._regions:
             for position, (offset, gap) in enumerate(region.free):
-                if gap >= size:
+                if region.pinned is pinned and gap >= size:
                     rest = [(offset + size, gap - size)] if gap > size else []
                     region.free[position : position + 1] = rest
-                    return index, offset
+                    return region, offset
         return None
 
-    def _grow(self, size: int) -> None:
-        self._allowance.take(size)
-        try:
-            memory = self._new_region(size)
-        except BaseException:
-            self._allowance.release(size)
-            raise
-        self._regions.append(_Region(memory, [(0, size)]))
-
-
-class HostArenas:
-    """The arenas of one worker, page-locked and pageable, each made at its first use; filled while other things load.
-
-    Args:
-        new_arena: Makes an arena, page-locked or not, that takes no more than the allowance (`Device.new_arena`).
-    """
-
-    def __init__(self, new_arena: Callable[[bool, HostAllowance], HostArena]) -> None:
-        self._new_arena = new_arena
-        self._allowance = HostAllowance()
-        self._arenas: dict[bool, HostArena] = {}
-        self._filling: Future[None] | None = None
-
-    def limit(self, num_bytes: int) -> None:
-        """Take no more than this from the system, of both kinds together; what is planned must fit."""
-        self._allowance.num_bytes = num_bytes
-
-    def arena(self, pinned: bool) -> HostArena:
-        """The page-locked arena, or the pageable one; waits for what `begin_reserve` has started."""
-        self.wait()
-        return self._arena(pinned)
-
-    def reserve(self, num_bytes: Mapping[bool, int]) -> None:
-        """Take this much host memory now (page-locked under True), if it is not there yet.
-
-        Raises:
-            HostBudgetError: It does not fit; the message says by how much.
-        """
-        self.wait()
-        self._reserve(num_bytes)
-
-    def begin_reserve(self, num_bytes: Mapping[bool, int]) -> None:
-        """Start to take this much in another thread: pinning runs at memory speed and needs no Python."""
-        self.wait()
-        pool = ThreadPoolExecutor(1, thread_name_prefix="arena")
-        self._filling = pool.submit(self._reserve, dict(num_bytes))
-        pool.shutdown(wait=False)
-
-    def wait(self) -> None:
-        """Wait until what was started is there.
-
-        Raises:
-            HostBudgetError: It did not fit.
-        """
-        if self._filling is not None:
-            filling, self._filling = self._filling, None
-            filling.result()
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Bytes taken from the system, of both kinds."""
-        self.wait()
-        return sum(arena.reserved_bytes for arena in self._arenas.values())
-
-    def close(self) -> None:
-        """Return all memory to the system.
-
-        Raises:
-            ResidencyError: Blocks are still in use.
-        """
-        self.wait()
-        for arena in self._arenas.values():
-            arena.close()
-
-    def _arena(self, pinned: bool) -> HostArena:
-        if pinned not in self._arenas:
-            self._arenas[pinned] = self._new_arena(pinned, self._allowance)
-        return self._arenas[pinned]
-
-    def _reserve(self, num_bytes: Mapping[bool, int]) -> None:
-        for pinned, size in num_bytes.items():
-            self._arena(pinned).reserve(size)
+    def _grow(self, size: int, pinned: bool) -> None:
+        total = sum(region.memory.buffer.numel() for region in self._regions) + size
+        if self.limit_bytes is not None and total > self.limit_bytes:
+            gib = 2**30
+            raise HostBudgetError(
+                f"host arena: {size / gib:.2f} GiB more would make {total / gib:.2f} GiB, over the budget of "
+                f"{self.limit_bytes / gib:.2f} GiB. Offload fewer groups, or give the job more host memory."
+            )
+        self._regions.append(_Region(self._new_region[pinned](size), pinned, [(0, size)]))
 
 
 @dataclass
@@ -286,11 +200,13 @@ class HostMirror:
     Args:
         owner: Named in the arena's errors.
         arena: Where the blocks come from.
+        pinned: They are page-locked.
     """
 
-    def __init__(self, owner: str, arena: HostArena) -> None:
+    def __init__(self, owner: str, arena: HostArena, *, pinned: bool = True) -> None:
         self._owner = owner
         self._arena = arena
+        self._pinned = pinned
         self._entries: dict[int, _Entry] = {}
 
     @property
@@ -320,7 +236,9 @@ class HostMirror:
         if not missing:
             return
         self._forget([record.key for record in missing if record.key in self._entries])
-        block = self._arena.alloc(sum(aligned(sizes[record.key]) for record in missing), self._owner)
+        block = self._arena.alloc(
+            sum(aligned(sizes[record.key]) for record in missing), self._owner, pinned=self._pinned
+        )
         offset = 0
         for record in missing:
             size = sizes[record.key]

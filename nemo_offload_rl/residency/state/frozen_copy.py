@@ -57,10 +57,11 @@ class FrozenCopy(HostMirror):
     Args:
         owner: Named in the arena's errors.
         arena: Host memory.
+        pinned: It is page-locked.
     """
 
-    def __init__(self, owner: str, arena: HostArena) -> None:
-        super().__init__(owner, arena)
+    def __init__(self, owner: str, arena: HostArena, *, pinned: bool = True) -> None:
+        super().__init__(owner, arena, pinned=pinned)
         self._forms: dict[int, Form] = {}
 
     def keep(self, device: Device, group: StateGroup, records: Mapping[int, StorageRecord]) -> dict[int, Form]:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from nemo_offload_rl.residency.device.device import Device, Room, Transfer
-from nemo_offload_rl.residency.host.arena import HostArena
 from nemo_offload_rl.residency.state.exchange import Exchange
 from nemo_offload_rl.residency.state.frozen_copy import Form, FrozenCopy
 from nemo_offload_rl.residency.state.group_state import GroupState
@@ -196,7 +195,7 @@ class Snapshots:
         groups: The groups; their `failure` is set if contents cannot be brought back.
         passing: The parameters that pass through the device part by part, which have copies of their own.
         plan: Says which groups have host memory for a copy of their own.
-        arena_for: Returns host memory for a snapshot, by its name.
+        new_copy: Makes a copy without contents for a snapshot, by its name.
 
     Attributes:
         all: By name.
@@ -208,21 +207,21 @@ class Snapshots:
         groups: GroupSet,
         passing: PassingParts | None,
         plan: ResidencyPlan,
-        arena_for: Callable[[str], HostArena],
+        new_copy: Callable[[str], FrozenCopy],
     ) -> None:
         self.all: dict[str, Snapshot] = {}
         self.present: str | None = None
         self._groups = groups
         self._passing = passing
         self._plan = plan
-        self._arena_for = arena_for
+        self._new_copy = new_copy
 
     def take(self, group: str, name: str) -> None:
         """Copy a group's present contents; see `ResidencyManager.snapshot`."""
         if name in self.all:
             raise ResidencyError(f"snapshot {name!r} exists already; take it under another name")
         state = self._on_device(group, f"take the snapshot {name!r}")
-        copy = FrozenCopy(name, self._arena_for(name))
+        copy = self._new_copy(name)
         made = Snapshot(name, state, copy, self._groups.device, has_host_copy=self._plan.leaves_the_device(group))
         try:
             made.take(self._groups.records()[group])

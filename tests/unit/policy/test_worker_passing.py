@@ -125,7 +125,7 @@ def test_host_memory_is_sixteen_bytes_a_parameter_and_known_before_anything_is_l
             cycle(worker, make_batch(seed=seed))
             worker.train(make_batch(seed=seed), NLL())
             cycle(worker, make_batch(seed=seed))
-        assert worker.residency._arenas.reserved_bytes == sum(expected.values()) <= 4.03 * all_bytes
+        assert worker.residency._arena.reserved_bytes == sum(expected.values()) <= 4.03 * all_bytes
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from nemo_offload_rl.backends.factory import build_backend, expected_bytes
 from nemo_offload_rl.errors import ConfigError, UserError
 from nemo_offload_rl.policy import residency_setup
 from nemo_offload_rl.policy import worker as worker_module
-from nemo_offload_rl.residency import HostArenas, OpenStepError, Phase, ResidencyError
+from nemo_offload_rl.residency import HostArena, OpenStepError, Phase, ResidencyError
 from nemo_offload_rl.residency.streams.work_memory import RESERVE_BYTES
 
 
@@ -115,13 +115,13 @@ def test_host_memory_is_taken_while_the_model_loads_and_is_just_enough_for_every
         expected = taken[0].state["params"] + taken[0].state["optimizer"] + taken[0].reference
         share = 1 if precision == "float32" else 0.5  # as passes read them
         assert taken[0].reference == pytest.approx(share * taken[0].state["params"], rel=0.1)  # blocks of 512 bytes
-        assert worker.residency._arenas.reserved_bytes == expected
+        assert worker.residency._arena.reserved_bytes == expected
         for seed in range(2):
             worker.prepare_for_training()
             worker.train(make_batch(seed=seed), NLL())
             cycle(worker, make_batch(seed=seed))
             worker.get_reference_logprobs(make_batch(seed=seed))
-        assert worker.residency._arenas.reserved_bytes == expected
+        assert worker.residency._arena.reserved_bytes == expected
 
 
 def test_parameters_that_stay_on_the_device_take_no_host_memory_beside_a_reference(make_worker, folders):
@@ -141,7 +141,7 @@ def test_parameters_that_stay_on_the_device_take_no_host_memory_beside_a_referen
             scores.append(worker.get_logprobs(make_batch(seed=0)))
             seen[place] = torch.stack(scores)
             assert (worker.residency.host_bytes()["params"] > 0) == (place == "host")
-            assert worker.residency._arenas.reserved_bytes == sum(planned.values())
+            assert worker.residency._arena.reserved_bytes == sum(planned.values())
     assert torch.equal(seen["host"], seen["device"])
 
 
@@ -153,7 +153,7 @@ def test_a_model_that_cannot_be_loaded_leaves_no_host_memory_behind(folders, mon
         raise UserError("no such weights")
 
     monkeypatch.setattr(worker_module, "build_backend", fail)
-    monkeypatch.setattr(residency_setup, "HostArenas", lambda new_arena: made.append(HostArenas(new_arena)) or made[-1])
+    monkeypatch.setattr(residency_setup, "HostArena", lambda new_region: made.append(HostArena(new_region)) or made[-1])
     with pytest.raises(UserError, match="no such weights"):
         one_rank_worker(folder).__enter__()
     assert made[0].reserved_bytes == 0
@@ -404,14 +404,14 @@ def test_a_rotary_embedding_that_follows_the_longest_sequence_is_the_references_
 def test_what_keeps_a_worker_from_being_built_is_not_hidden_by_what_its_cleanup_finds(folders, monkeypatch):
     folder, _ = folders("qwen3")
 
-    def close(arenas):
+    def close(arena):
         raise ResidencyError("host blocks still in use at close: reference; free them first")
 
     def fail(settings, process):
         raise UserError("no such weights")
 
     monkeypatch.setattr(worker_module, "build_backend", fail)
-    monkeypatch.setattr(HostArenas, "close", close)
+    monkeypatch.setattr(HostArena, "close", close)
     with pytest.raises(UserError, match="no such weights") as caught:
         one_rank_worker(folder).__enter__()
     assert caught.value.__notes__ == [

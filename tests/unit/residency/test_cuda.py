@@ -14,7 +14,7 @@ from nemo_offload_rl.residency import (
     Device,
     DeviceOutOfMemoryError,
     GradsGroup,
-    HostAllowance,
+    HostArena,
     Phase,
     ResidencyManager,
     ResidencyPlan,
@@ -187,7 +187,7 @@ def test_cached_memory_and_that_of_the_optimizer_go_back_when_somebody_looks_aft
 def test_host_memory_is_page_locked_of_the_right_size_and_given_back():
     training = Training()
     training.manager.reserve({"params": 1 << 30})
-    arena = training.manager._arenas.arena(True)
+    arena = training.manager._arena
     assert arena.pinned
     assert arena.reserved_bytes == 1 << 30
     block = arena.alloc(1 << 29, "test")
@@ -346,7 +346,7 @@ def test_the_host_held_up_beside_work_of_the_device_costs_nothing_and_beside_non
 
 def test_what_the_device_waits_for_and_what_the_host_is_held_up_for_are_counted_once_together():
     device = make_device(torch.device("cuda"))
-    arena = device.new_arena(True, HostAllowance())
+    arena = HostArena(device.new_region)
     copies = [Copy(torch.empty(1 << 20, dtype=torch.uint8, device="cuda"), arena.alloc(1 << 20, "test").buffer)]
     device.copy_in(copies).wait_host()
     torch.cuda.synchronize()
@@ -420,7 +420,7 @@ def test_where_pinning_is_refused_pageable_memory_serves_with_a_warning(monkeypa
         training.manager.enter(Phase.REFIT)
         training.manager.enter(Phase.GENERATION)
     assert "pageable memory" in caplog.text
-    assert not training.manager._arenas.arena(True).pinned
+    assert not training.manager._arena.pinned
     for a, b in zip(training.contents(), plain.contents(), strict=True):
         assert torch.equal(a, b)
     training.manager.close()

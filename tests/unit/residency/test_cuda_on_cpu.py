@@ -13,7 +13,7 @@ from fake_cuda import FakeRuntime, make_cuda_device
 from toy_parts import NUM_PARTS, PartsTraining, give_room
 from toy_training import Training, assert_bitwise_equal
 
-from nemo_offload_rl.residency import DeviceOutOfMemoryError, HostAllowance, HostBudgetError, Phase, TransitionReport
+from nemo_offload_rl.residency import DeviceOutOfMemoryError, HostArena, HostBudgetError, Phase, TransitionReport
 from nemo_offload_rl.residency.device import cuda, pieces
 from nemo_offload_rl.residency.device.cuda import CudaDevice
 from nemo_offload_rl.residency.device.device import Room
@@ -99,7 +99,7 @@ def test_memory_can_be_released_chunk_by_chunk_while_later_copies_wait(monkeypat
     monkeypatch.setattr(pieces, "STAGED_BELOW_BYTES", 0)
     monkeypatch.setattr(cuda, "CHUNK_BYTES", 2000)
     device = make_cuda_device(monkeypatch, FakeRuntime())
-    arena = device.new_arena(True, HostAllowance())
+    arena = HostArena(device.new_region)
     copies = make_copies(arena, [1000, 1000, 3000, 500])
     transfer = device.copy_out(copies)
     assert transfer.num_finished() == 0
@@ -118,7 +118,7 @@ def test_memory_can_be_released_chunk_by_chunk_while_later_copies_wait(monkeypat
 def test_neighbours_on_both_sides_cross_in_one_copy_and_each_counts_as_one(monkeypatch):
     device = make_cuda_device(monkeypatch, FakeRuntime())
     monkeypatch.setattr(cuda, "end_of_cuda_allocation", lambda address: address + (1 << 30))
-    arena = device.new_arena(True, HostAllowance())
+    arena = HostArena(device.new_region)
     arena.reserve(8192)
     memory = torch.arange(4096).to(torch.uint8)
     copies = [Copy(memory[i : i + 500], arena.alloc(500, "test").buffer) for i in range(0, 4096, 512)]
@@ -136,7 +136,7 @@ def test_neighbours_on_both_sides_cross_in_one_copy_and_each_counts_as_one(monke
 
 def test_copies_in_follow_copies_out_whose_memory_they_use_again_and_ask_for_no_new_block(monkeypatch):
     device = make_cuda_device(monkeypatch, FakeRuntime())
-    arena = device.new_arena(True, HostAllowance())
+    arena = HostArena(device.new_region)
     leaving, coming = device.copy_out(make_copies(arena, [100, 100])), torch.empty(0, dtype=torch.uint8)
     blocks = []
     monkeypatch.setattr(device, "_cache_one_block", blocks.append)
@@ -156,7 +156,7 @@ def test_copies_in_follow_copies_out_whose_memory_they_use_again_and_ask_for_no_
 def test_a_copy_from_pageable_memory_follows_copies_out_whose_memory_it_uses_again_too(monkeypatch):
     """As states that are not page-locked do, in the memory of parameters that are."""
     device = make_cuda_device(monkeypatch, FakeRuntime())
-    pinned, pageable = (device.new_arena(is_pinned, HostAllowance()) for is_pinned in (True, False))
+    pinned, pageable = HostArena(device.new_region), HostArena()
     (leaving,), (coming,) = make_copies(pinned, [100]), make_copies(pageable, [100])
     leaving.device.fill_(7)
     coming.host.fill_(9)
@@ -173,7 +173,7 @@ def test_a_copy_from_pageable_memory_follows_copies_out_whose_memory_it_uses_aga
 
 def test_what_was_waited_for_on_the_device_is_exposed_and_what_was_not_is_hidden(monkeypatch):
     device = make_cuda_device(monkeypatch, FakeRuntime())
-    arena = device.new_arena(True, HostAllowance())
+    arena = HostArena(device.new_region)
     hidden, waited, later = (device.copy_in(make_copies(arena, [100, 100])) for _ in range(3))
     hidden.wait_host()  # two copies: from the host to staging, from there to the tensors
     reports = {transfer: TransitionReport(None, Phase.TRAINING) for transfer in (hidden, waited, later)}
@@ -190,7 +190,7 @@ def test_the_first_copies_can_be_waited_for_while_later_ones_wait_and_what_each_
     monkeypatch.setattr(pieces, "STAGED_BELOW_BYTES", 0)
     monkeypatch.setattr(cuda, "CHUNK_BYTES", 2000)
     device = make_cuda_device(monkeypatch, FakeRuntime())
-    arena = device.new_arena(True, HostAllowance())
+    arena = HostArena(device.new_region)
     transfer = device.copy_in(make_copies(arena, [1000, 1000, 3000, 4000, 500]))
     report = TransitionReport(None, Phase.TRAINING)
     seen = []
@@ -238,7 +238,7 @@ def test_nothing_to_copy_is_a_finished_transfer(monkeypatch):
 
 def test_a_failure_while_copies_are_listed_waits_for_those_under_way(monkeypatch):
     device = make_cuda_device(monkeypatch, FakeRuntime())
-    arena = device.new_arena(True, HostAllowance())
+    arena = HostArena(device.new_region)
     first, second = make_copies(arena, [8 << 20, 8 << 20])
 
     def listing():
@@ -267,7 +267,7 @@ def test_refused_page_locking_falls_back_to_pageable_copies_with_a_warning(monke
 
 def test_a_region_that_is_dropped_without_being_closed_does_not_stay_registered(monkeypatch):
     runtime = FakeRuntime()
-    arena = make_cuda_device(monkeypatch, runtime).new_arena(True, HostAllowance())
+    arena = HostArena(make_cuda_device(monkeypatch, runtime).new_region)
     arena.reserve(1 << 20)
     assert len(runtime.registered) == 1
     del arena
@@ -345,7 +345,7 @@ def test_what_arrives_together_is_asked_for_at_once_where_that_is_possible(
 def test_the_host_budget_bounds_what_is_page_locked(monkeypatch):
     device = make_cuda_device(monkeypatch, FakeRuntime())
     with pytest.raises(HostBudgetError, match="over the budget"):
-        device.new_arena(True, HostAllowance(1 << 20)).reserve(2 << 20)
+        HostArena(device.new_region, 1 << 20).reserve(2 << 20)
 
 
 def test_memory_figures_come_from_the_driver_and_count_what_the_allocator_could_release(monkeypatch):

@@ -79,7 +79,7 @@ def test_parameters_that_stay_take_no_host_memory_through_whole_steps_with_a_ref
         for phase in PHASES:
             training.manager.enter(phase)
     assert training.manager.host_bytes()["params"] == 0
-    blocks = [block for arena in training.manager._arenas._arenas.values() for block in arena._blocks.values()]
+    blocks = list(training.manager._arena._blocks.values())
     assert {block.owner.partition(".")[0] for block in blocks} == {"reference", "optimizer/part"}
     with training.manager.checkpoint_view():
         assert_bitwise_equal(training.contents(), plain.contents())
@@ -92,8 +92,8 @@ def test_the_arena_that_the_plan_has_without_parameters_is_enough():
     kept = sum(aligned(size) for size in storages.values()) + aligned(training.model.scale.nbytes)
     states = 2 * sum(aligned(size) for size in storages.values())
     manager.reserve({"reference": kept, "optimizer/part": states})
-    taken = manager._arenas.reserved_bytes
-    manager._arenas.limit(taken)
+    taken = manager._arena.reserved_bytes
+    manager._arena.limit_bytes = taken
     manager.enter(Phase.LP_INFERENCE)
     manager.snapshot("params", "reference")
     for _ in range(2):
@@ -102,7 +102,7 @@ def test_the_arena_that_the_plan_has_without_parameters_is_enough():
         training.step()
         for phase in PHASES:
             manager.enter(phase)
-    assert manager._arenas.reserved_bytes == taken
+    assert manager._arena.reserved_bytes == taken
 
 
 def test_a_pass_that_raises_leaves_the_policy_and_the_reference_as_they_were():

@@ -14,7 +14,7 @@ from toy_training import settings
 from nemo_offload_rl.residency import (
     CpuDevice,
     GradsGroup,
-    HostAllowance,
+    HostArena,
     Phase,
     ResidencyManager,
     TensorGroup,
@@ -44,7 +44,7 @@ class Gpu:
         )
         self.device = make_cuda_device(monkeypatch, FakeRuntime())
         monkeypatch.setattr(pieces, "STAGED_BELOW_BYTES", 0)
-        self._arena = self.device.new_arena(True, HostAllowance())
+        self._arena = HostArena(self.device.new_region)
         self._arena.reserve(1 << 20)
         self.stream = torch.cuda.current_stream()
 
@@ -148,7 +148,7 @@ def test_what_is_known_only_after_a_report_was_drained_comes_with_the_next_ones_
 
 def test_pageable_copies_are_charged_their_own_seconds_and_none_of_the_work_before_them(gpu):
     gpu.give_work(5)
-    host = gpu.device.new_arena(False, HostAllowance())
+    host = HostArena()
     host.reserve(1 << 20)
     transfer = gpu.device.copy_in([Copy(torch.zeros(100, dtype=torch.uint8), host.alloc(100, "test").buffer)])
     assert gpu.stream.num_done == 5

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_offload_rl.residency import CpuDevice, HostAllowance, HostArena, HostArenas, HostBudgetError, ResidencyError
+from nemo_offload_rl.residency import CpuDevice, HostArena, HostBudgetError, ResidencyError
 from nemo_offload_rl.residency.host.arena import ALIGNMENT_BYTES
-from nemo_offload_rl.residency.host.regions import PageableRegion
+from nemo_offload_rl.residency.host.regions import HostRegion
 
 
 @settings(max_examples=100)
@@ -48,7 +48,7 @@ def test_freeing_twice_or_closing_with_blocks_in_use_names_the_owner():
 
 
 def test_growing_over_the_budget_is_refused_and_leaves_the_arena_usable():
-    arena = HostArena(HostAllowance(2 * ALIGNMENT_BYTES))
+    arena = HostArena(limit_bytes=2 * ALIGNMENT_BYTES)
     first = arena.alloc(ALIGNMENT_BYTES, "a")
     with pytest.raises(HostBudgetError, match="over the budget"):
         arena.alloc(2 * ALIGNMENT_BYTES, "b")
@@ -65,44 +65,41 @@ class TightDevice(CpuDevice):
     def __init__(self) -> None:
         self.may_go_on = threading.Event()
 
-    def new_arena(self, pinned: bool, allowance: HostAllowance) -> HostArena:
-        def region(num_bytes: int) -> PageableRegion:
-            assert self.may_go_on.wait(300)
-            return PageableRegion(num_bytes)
-
-        return HostArena(allowance, region)
+    def new_region(self, num_bytes: int) -> HostRegion:
+        assert self.may_go_on.wait(300)
+        return super().new_region(num_bytes)
 
 
 def test_memory_that_was_begun_beside_other_work_is_there_when_it_is_asked_for():
     device = TightDevice()
-    arenas = HostArenas(device.new_arena)
-    arenas.begin_reserve({True: 4096, False: 512})
+    arena = HostArena(device.new_region)
+    arena.begin_reserve({True: 4096, False: 512})
     device.may_go_on.set()
-    assert arenas.arena(True).reserved_bytes == 4096
-    assert arenas.reserved_bytes == 4096 + 512
-    arenas.reserve({True: 2048})
-    assert arenas.reserved_bytes == 4096 + 512
-    arenas.close()
-    assert arenas.reserved_bytes == 0
+    assert arena.reserved_bytes == 4096 + 512
+    arena.reserve(2048)
+    arena.free(arena.alloc(4096, "page-locked"))
+    arena.free(arena.alloc(512, "pageable", pinned=False))
+    assert arena.reserved_bytes == 4096 + 512
+    arena.close()
+    assert arena.reserved_bytes == 0
 
 
 def test_a_budget_that_was_exceeded_beside_other_work_is_raised_where_it_is_waited_for():
     device = TightDevice()
     device.may_go_on.set()
-    arenas = HostArenas(device.new_arena)
-    arenas.limit(1 << 20)
-    arenas.begin_reserve({True: 2 << 20})
+    arena = HostArena(device.new_region, 1 << 20)
+    arena.begin_reserve({True: 2 << 20})
     with pytest.raises(HostBudgetError, match="over the budget"):
-        arenas.arena(True)
-    arenas.close()
+        arena.alloc(1, "state")
+    arena.close()
 
 
 def test_both_kinds_of_memory_have_one_bound_and_what_is_given_back_can_be_had_again():
-    arenas = HostArenas(CpuDevice().new_arena)
-    arenas.limit(8192)
-    arenas.reserve({True: 4096, False: 3584})
+    arena = HostArena(limit_bytes=8192)
+    arena.reserve(4096)
+    arena.reserve(3584, pinned=False)
     with pytest.raises(HostBudgetError, match="over the budget"):
-        arenas.arena(True).alloc(4097, "more")
-    arenas.close()
-    arenas.reserve({False: 8192})
-    arenas.close()
+        arena.alloc(4097, "more")
+    arena.close()
+    arena.reserve(8192, pinned=False)
+    arena.close()

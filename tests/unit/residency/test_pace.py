@@ -8,7 +8,7 @@ from fake_cuda import FakeRuntime, make_cuda_device
 from toy_parts import NUM_PARTS, PART_BYTES, PartsTraining, give_room
 from toy_training import assert_bitwise_equal
 
-from nemo_offload_rl.residency import HostAllowance, PassKind, Phase
+from nemo_offload_rl.residency import HostArena, PassKind, Phase
 from nemo_offload_rl.residency.device import cuda_transfer, pieces
 from nemo_offload_rl.residency.device.pieces import Copy
 
@@ -190,7 +190,7 @@ def test_the_parts_storages_are_listed_once_from_an_update_to_the_next_pass(devi
 
 @pytest.mark.parametrize("is_paced", [False, True])
 def test_who_waits_for_a_copy_starts_it_and_those_before_it_alone(device, is_paced):
-    arena = device.new_arena(True, HostAllowance())
+    arena = HostArena(device.new_region)
     arena.reserve(8 * (PART_BYTES + 512))
     sources = [torch.full((PART_BYTES,), index, dtype=torch.uint8) for index in range(6)]
     device.pace_out(is_paced)

@@ -238,14 +238,14 @@ def test_closing_waits_for_copies_that_only_the_device_has_waited_for(monkeypatc
     with training.manager.swapped_in("reference"):
         pass
     assert any(not transfer.finished for transfer in waited_for)
-    arenas, close = training.manager._arenas, training.manager._arenas.close
+    arenas, close = training.manager._arena, training.manager._arena.close
 
-    def close_arenas():
+    def close_arena():
         assert all(transfer.finished for transfer in waited_for)
         close()
         arenas.is_closed = True
 
-    monkeypatch.setattr(arenas, "close", close_arenas)
+    monkeypatch.setattr(arenas, "close", close_arena)
     training.manager.close()
     assert arenas.is_closed
 
@@ -260,7 +260,7 @@ def test_what_fails_while_a_snapshot_is_taken_or_copies_are_waited_for_is_what_i
         patched.setattr(DeferredTransfer, "wait_host", fail)
         with pytest.raises(RuntimeError, match="a copy failed"):
             training.manager.snapshot("params", "reference")
-    training.manager._arenas.close()  # nothing is in use
+    training.manager._arena.close()  # nothing is in use
 
     training, _ = with_reference()
     training.manager.enter(Phase.LP_INFERENCE)
@@ -268,4 +268,4 @@ def test_what_fails_while_a_snapshot_is_taken_or_copies_are_waited_for_is_what_i
         patched.setattr(DeferredTransfer, "wait_host", fail)
         with pytest.raises(RuntimeError, match="a copy failed"):
             training.manager.close()
-    assert training.manager._arenas.reserved_bytes == 0
+    assert training.manager._arena.reserved_bytes == 0

@@ -117,7 +117,7 @@ def test_every_other_optimizer_trains_streams_resumes_and_keeps_what_was_said(
             step_both(worker, seed)
             worker.offload_before_refit()
             worker.offload_after_refit()
-        assert worker.residency._arenas.reserved_bytes == expected
+        assert worker.residency._arena.reserved_bytes == expected
         worker.save_checkpoint(tmp_path / "saved")
     with one_rank_worker(folder, **changes) as worker:
         worker.load_checkpoint(tmp_path / "saved")
