@@ -289,7 +289,9 @@ class ResidencyManager:
 
     def wait_parameters(self) -> None:
         """Have the device run nothing more before all parameters are there, for reads outside of passes."""
-        self._groups.wait_arrival((PARAMS, BASE))
+        for name, state in self._states.items():
+            if name in (PARAMS, BASE) and state.is_arriving:
+                state.wait_arrival()
 
     @property
     def reports(self) -> Ledger:

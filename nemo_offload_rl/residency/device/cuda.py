@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -25,7 +25,6 @@ from nemo_offload_rl.residency.device.pieces import (
     Piece,
     end_of_cuda_allocation,
     pieces_of,
-    single,
 )
 from nemo_offload_rl.residency.host.regions import HostRegion, new_region_on
 from nemo_offload_rl.residency.table.errors import DeviceOutOfMemoryError
@@ -56,7 +55,6 @@ class CudaDevice(Device):
         # it: priorities of their own keep the streams apart.
         self._out = torch.cuda.Stream(self.device, priority=-1)
         self._in = torch.cuda.Stream(self.device, priority=-2)
-        self._beside = torch.cuda.Stream(self.device, priority=-2)  # of copies that another thread starts, unstaged
         # Taken before anything else: a buffer that is later carved out of a cached block of gigabytes keeps that whole
         # block from going back to the driver. Seen on a GPU: 20 GiB of logits' memory beside the awake engine.
         torch.cuda.empty_cache()
@@ -153,9 +151,6 @@ class CudaDevice(Device):
     def allocated_bytes(self) -> int:
         return torch.cuda.memory_allocated(self.device)
 
-    def cached_bytes(self) -> int:
-        return torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-
     def leftovers(
         self, records: Mapping[str, Mapping[int, StorageRecord]], expected: Collection[str]
     ) -> list[Leftover]:
@@ -193,16 +188,6 @@ class CudaDevice(Device):
         if isinstance(transfer, CudaTransfer):
             transfer.hold_up(self._in)
             self._hands_over = True
-
-    def copier_in(self) -> Callable[[Iterable[Copy]], Transfer]:
-        self._beside.wait_stream(torch.cuda.current_stream(self.device))
-        self._beside.wait_stream(self._in)  # memory that was handed over
-        return self._copy_beside
-
-    def _copy_beside(self, copies: Iterable[Copy]) -> Transfer:
-        # Where the present stream is that of the copies, `_copy` has it wait for nothing else.
-        with torch.cuda.stream(self._beside):
-            return self._copy(copies, self._beside, to_host=False)
 
     @contextmanager
     def held_up(self, report: TransitionReport) -> Generator[None]:
@@ -262,8 +247,7 @@ class CudaDevice(Device):
         try:
             with torch.cuda.stream(stream):
                 transfer.begin()
-                pieces = pieces_of(copies, end_of_cuda_allocation) if stream in self._staging else map(single, copies)
-                for piece in pieces:
+                for piece in pieces_of(copies, end_of_cuda_allocation):
                     self._cross(piece, stream, to_host)
                     transfer.add(piece)
                     unmarked_bytes += piece.host.numel()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -137,7 +137,7 @@ class Device(ABC):
 
     def cached_bytes(self) -> int:
         """Bytes that this process holds on the device without using them."""
-        return 0
+        return max(0, self.reserved_bytes() - self.allocated_bytes())
 
     def cached_for_work_bytes(self) -> int:
         """Free memory that is kept for what passes allocate, so that groups cannot use it."""
@@ -167,14 +167,6 @@ class Device(ABC):
     @abstractmethod
     def copy_in(self, copies: Iterable[Copy]) -> Transfer:
         """Start copying host to device. If this raises, no copy is under way."""
-
-    def copier_in(self) -> Callable[[Iterable[Copy]], Transfer]:
-        """`copy_in` for another thread.
-
-        Its copies wait for the work and the copies to the device that were started before this call, and for no later
-        ones. Does not block.
-        """
-        return self.copy_in
 
     def follow(self, transfer: Transfer) -> None:
         """Have copies to the device that are started from now on run after those of `transfer`. Does not block.

@@ -42,11 +42,6 @@ class Piece:
     device: Tensor | None
 
 
-def single(copy: Copy) -> Piece:
-    """A copy alone."""
-    return Piece((copy,), copy.host, copy.device)
-
-
 def pieces_of(copies: Iterable[Copy], end_of: EndOf) -> Iterator[Piece]:
     """Join copies, in order.
 
@@ -108,7 +103,7 @@ class _Run:
         """What has been joined."""
         first = self._copies[0]
         if len(self._copies) == 1:
-            return single(first)
+            return Piece((first,), first.host, first.device)
         host = first.host.new_empty(0).set_(
             first.host.untyped_storage(), first.host.storage_offset(), (self._num_bytes,), (1,)
         )

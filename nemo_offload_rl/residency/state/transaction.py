@@ -93,11 +93,13 @@ class GroupSet:
     def leaving_after(self, phase: Phase, plan: ResidencyPlan) -> list[str]:
         """Names of groups on the device that `phase` only reads and that leave after it."""
         spec = PHASES[phase]
-        if spec.reads_before is None:
-            return []
-        here = [name for name, state in self.states.items() if state.location is Placement.DEVICE]
         return [
-            name for name in here if name in spec.touches and plan.placement(name, spec.reads_before) is Placement.HOST
+            name
+            for name, state in self.states.items()
+            if state.location is Placement.DEVICE
+            and name in spec.touches
+            and spec.reads_before is not None
+            and plan.placement(name, spec.reads_before) is Placement.HOST
         ]
 
     def prepare(self, wanted: Mapping[str, Placement]) -> Records:
@@ -121,12 +123,6 @@ class GroupSet:
         finally:
             Transaction(self, dict.fromkeys(wanted, Placement.HOST), report).run()
             self.settle(release_cache=True)
-
-    def wait_arrival(self, names: Collection[str]) -> None:
-        """Make later work on the device wait for these groups, as far as they are arriving."""
-        for name, state in self.states.items():
-            if name in names and state.is_arriving:
-                state.wait_arrival()
 
     def host_view(self, tensor: Tensor) -> Tensor | None:
         """A tensor's contents in its group's host copy; None if they are on the device.
@@ -251,22 +247,18 @@ class GroupSet:
         for charged in settled:
             charged.device_used_after_bytes = self.device.used_bytes()
 
-    def release_cache(self) -> float:
-        """Release cached memory to the driver, unless that waits for many copies out; returns the seconds.
+    def release_cache_for(self, report: TransitionReport | None) -> None:
+        """Release cached memory to the driver, unless that waits for many copies out; charge a report its seconds.
 
         cudaFree waits for everything that runs on the GPU, copies included. Called while a group is leaving, it would
         expose copies that are meant to be hidden. Of paced copies few run at a time.
         """
         if not self.device.lets_memory_go and self.is_leaving:
-            return 0.0
+            return
         start = time.perf_counter()
         self.device.release_cache()
-        return time.perf_counter() - start
-
-    def release_cache_for(self, report: TransitionReport | None) -> None:
-        """`release_cache`, charged to a report."""
-        took_s = self.release_cache()
         if report is not None:
+            took_s = time.perf_counter() - start
             report.give_back_s += took_s
             report.exposed_s += took_s
 
@@ -326,7 +318,7 @@ class Transaction:
                 if state.location is not Placement.DEVICE:
                     state.settle()
         if release_cache:
-            report.give_back_s += self._groups.release_cache()
+            self._groups.release_cache_for(report)
         for name in arriving:
             states[name].arrive(records[name], report)
 

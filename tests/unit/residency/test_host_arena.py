@@ -28,7 +28,7 @@ def test_blocks_never_overlap_and_freeing_them_in_any_order_leaves_one_gap(sizes
     order.shuffle(blocks)
     for block in blocks:
         arena.free(block)
-    assert arena.num_blocks == 0
+    assert arena.used_bytes == 0
     whole = arena.alloc(reserved, "whole")
     assert arena.reserved_bytes == reserved
     arena.free(whole)
