@@ -5,8 +5,8 @@ Imports torch and nothing else of this project. See docs/design/residency.md.
 
 # pyright: reportUnusedImport=false
 from nemo_offload_rl.residency.communicators import SUSPENDING_NCCL, Communicators, Nccl, loaded_nccl
+from nemo_offload_rl.residency.device.cuda import make_device
 from nemo_offload_rl.residency.device.device import CpuDevice, Device
-from nemo_offload_rl.residency.device.make import make_device
 from nemo_offload_rl.residency.host.arena import HostArena, HostBlock, aligned
 from nemo_offload_rl.residency.host.limits import (
     HostLimit,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nemo_offload_rl.residency.device.cuda_transfer import CopiesOut, CudaTransfer
-from nemo_offload_rl.residency.device.device import Device, FinishedTransfer, Room, Transfer, copy_now
+from nemo_offload_rl.residency.device.device import CpuDevice, Device, FinishedTransfer, Room, Transfer, copy_now
 from nemo_offload_rl.residency.device.pieces import (
     CHUNK_BYTES,
     STAGING_BYTES,
@@ -36,6 +36,15 @@ from nemo_offload_rl.residency.table.leftovers import Leftover, find_kept_blocks
 # from pages of their own.
 BLOCK_BYTES = 512
 SMALL_BYTES = 1 << 20
+
+
+def make_device(device: torch.device) -> Device:
+    """The residency device for a torch device."""
+    if device.type == "cpu":
+        return CpuDevice()
+    if device.type == "cuda":
+        return CudaDevice(device)
+    raise NotImplementedError(f"no residency device for {device.type!r}")
 
 
 class CudaDevice(Device):

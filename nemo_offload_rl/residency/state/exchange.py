@@ -137,7 +137,7 @@ def in_batches(pairs: Iterable[tuple[Tensor, Tensor]], num_bytes: int) -> Iterat
     held_bytes = 0
     for left, right in pairs:
         count = max(1, num_bytes // left.element_size())
-        for pair in zip(left.split(count), right.split(count), strict=True):
+        for pair in zip(torch.split(left, count), torch.split(right, count), strict=True):
             if batch and held_bytes + pair[0].nbytes > num_bytes:
                 yield batch
                 batch, held_bytes = [], 0
@@ -150,9 +150,10 @@ def in_batches(pairs: Iterable[tuple[Tensor, Tensor]], num_bytes: int) -> Iterat
 @torch.no_grad()
 def copy_at_once(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy in few kernels: one for each tensor would have the host busy for longer than the device."""
-    torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+    torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
 
 
 def _parts_of(buffer: Tensor, batch: Pairs) -> list[Tensor]:
     """A part of a [N] uint8 buffer for each pair of a batch of at most N bytes."""
-    return list(buffer[: sum(own.numel() for own, _ in batch)].split([own.numel() for own, _ in batch]))
+    sizes = [own.numel() for own, _ in batch]
+    return list(torch.split(buffer[: sum(sizes)], sizes))

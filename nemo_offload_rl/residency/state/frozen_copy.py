@@ -112,7 +112,7 @@ def forms_of(group: StateGroup, records: Mapping[int, StorageRecord]) -> dict[in
         is_cast = read_dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
         key = storage_key(local_tensor(tensor).untyped_storage())
         types.setdefault(key, set()).add(tensor.dtype if is_cast else None)
-    forms = {}
+    forms: dict[int, Form] = {}
     for key, record in records.items():
         num_bytes, (own, *others) = record.storage.nbytes(), types[key]
         if own is None or others or read_dtype is None or own.itemsize <= read_dtype.itemsize:
@@ -134,7 +134,7 @@ def snapshot_is_cast(group: StateGroup) -> bool:
 
 def part_copy_bytes(group: StateGroup) -> int:
     """Host bytes of a copy of a group of parameters that may have no contents yet, alignment included."""
-    sizes = {}
+    sizes: dict[int, int] = {}
     for _, tensor in group.tensors():
         local = local_tensor(tensor)
         kept_bytes = min(local.itemsize, group.read_dtype.itemsize if group.read_dtype is not None else local.itemsize)

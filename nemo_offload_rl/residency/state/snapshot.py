@@ -11,7 +11,7 @@ Three ways to swap, with the same bits:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
@@ -233,7 +233,7 @@ class Snapshots:
         self.all[name] = made
 
     @contextmanager
-    def swapped_in(self, name: str, report: TransitionReport) -> Iterator[None]:
+    def swapped_in(self, name: str, report: TransitionReport) -> Generator[None]:
         """A snapshot's bytes in place of its group's; see `ResidencyManager.swapped_in`."""
         snapshot = self.all[name]
         group = snapshot.state.group
