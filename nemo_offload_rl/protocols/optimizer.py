@@ -7,14 +7,13 @@ found by trying it (`dtensor/torch_optim.py`), that of Megatron's follows from t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-
-from nemo_offload_rl.residency import restricted_to
 
 
 @dataclass(frozen=True)
@@ -57,3 +56,25 @@ def make_states(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
         parameter.grad = None
     for options, rate in zip(optimizer.param_groups, rates, strict=True):
         options["lr"] = rate
+
+
+@contextmanager
+def restricted_to(optimizer: Optimizer, parameters: Iterable[Tensor]) -> Generator[None]:
+    """Leave only these parameters in the optimizer's groups."""
+    wanted = {id(parameter) for parameter in parameters}
+    kept = [[some for some in group["params"] if id(some) in wanted] for group in optimizer.param_groups]
+    with with_parameters(optimizer, kept):
+        yield
+
+
+@contextmanager
+def with_parameters(optimizer: Optimizer, by_group: Sequence[list[Tensor]]) -> Generator[None]:
+    """Have these parameters in the optimizer's groups."""
+    whole = [group["params"] for group in optimizer.param_groups]
+    for group, parameters in zip(optimizer.param_groups, by_group, strict=True):
+        group["params"] = parameters
+    try:
+        yield
+    finally:
+        for group, parameters in zip(optimizer.param_groups, whole, strict=True):
+            group["params"] = parameters

@@ -22,13 +22,6 @@ from nemo_offload_rl.residency.host.limits import (
 from nemo_offload_rl.residency.host.regions import new_region_on
 from nemo_offload_rl.residency.manager import ResidencyManager
 from nemo_offload_rl.residency.state.frozen_copy import part_copy_bytes, snapshot_bytes, snapshot_is_cast
-from nemo_offload_rl.residency.streams.optimizer_parts import (
-    NamedTensors,
-    OptimizerParts,
-    divide_optimizer,
-    num_streamed,
-    restricted_to,
-)
 from nemo_offload_rl.residency.streams.passing import PassingParts
 from nemo_offload_rl.residency.streams.work_memory import PassKind
 from nemo_offload_rl.residency.table.errors import (

@@ -30,6 +30,7 @@ from nemo_offload_rl.backends.dtensor.sizes import optimizer_row_bytes, part_row
 from nemo_offload_rl.backends.hf.export import export_hf_folder
 from nemo_offload_rl.backends.hf.hub_names import HubNames
 from nemo_offload_rl.backends.hf.model_folder import check_model_folder
+from nemo_offload_rl.backends.optimizer_parts import NamedTensors
 from nemo_offload_rl.backends.ranks import Totals, join_process_group, max_over_ranks, sum_over_ranks
 from nemo_offload_rl.backends.saving import dcp
 from nemo_offload_rl.backends.scoring.readers import ReadScores, read_loss, reader_for
@@ -48,7 +49,6 @@ from nemo_offload_rl.residency import (
     PARAMS,
     PARAMS_PART,
     GradsGroup,
-    NamedTensors,
     PassingParts,
     StateGroup,
     TensorGroup,

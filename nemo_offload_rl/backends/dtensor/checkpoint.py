@@ -12,9 +12,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from nemo_offload_rl.backends.dtensor.learning_rate import Schedule
+from nemo_offload_rl.backends.optimizer_parts import OptimizerParts
 from nemo_offload_rl.backends.saving import dcp
 from nemo_offload_rl.protocols.optimizer import make_states
-from nemo_offload_rl.residency import OptimizerParts, local_tensor
+from nemo_offload_rl.residency import local_tensor
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,11 @@ from torch.distributed.tensor import DTensor
 
 from nemo_offload_rl.backends.dtensor.built import Part
 from nemo_offload_rl.backends.dtensor.parallel import TP
+from nemo_offload_rl.backends.optimizer_parts import OptimizerParts, divide_optimizer, num_streamed
 from nemo_offload_rl.backends.ranks import all_reduce
 from nemo_offload_rl.keys.dtensor import DTensorConfig
 from nemo_offload_rl.protocols.optimizer import OptimizerSpec
-from nemo_offload_rl.residency import OPTIMIZER_PART, OptimizerParts, divide_optimizer, local_tensor, num_streamed
+from nemo_offload_rl.residency import OPTIMIZER_PART, local_tensor
 
 
 def divide(

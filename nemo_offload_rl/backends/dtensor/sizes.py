@@ -14,9 +14,10 @@ from nemo_offload_rl.backends.dtensor.model import decoder_layers
 from nemo_offload_rl.backends.dtensor.torch_optim import optimizer_spec
 from nemo_offload_rl.backends.hf.export import load_config
 from nemo_offload_rl.backends.hf.model_folder import check_model_folder
+from nemo_offload_rl.backends.optimizer_parts import num_streamed
 from nemo_offload_rl.keys.worker import PolicySettings
 from nemo_offload_rl.protocols.backend import ExpectedBytes, compute_dtype
-from nemo_offload_rl.residency import GRADS_PART, OPTIMIZER, OPTIMIZER_PART, PARAMS, PARAMS_PART, aligned, num_streamed
+from nemo_offload_rl.residency import GRADS_PART, OPTIMIZER, OPTIMIZER_PART, PARAMS, PARAMS_PART, aligned
 
 _FP32_BYTES = 4
 

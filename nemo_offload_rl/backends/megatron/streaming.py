@@ -18,18 +18,11 @@ from torch import Tensor
 from nemo_offload_rl.backends.megatron import state
 from nemo_offload_rl.backends.megatron.optim import sub_optimizers
 from nemo_offload_rl.backends.megatron.upstream.joined_states import join_states
+from nemo_offload_rl.backends.optimizer_parts import NamedTensors, OptimizerParts, divide_optimizer, num_streamed
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.megatron import MegatronOptimizerConfig
 from nemo_offload_rl.protocols.optimizer import OptimizerSpec
-from nemo_offload_rl.residency import (
-    OPTIMIZER,
-    NamedTensors,
-    OptimizerParts,
-    StateGroup,
-    TensorGroup,
-    divide_optimizer,
-    num_streamed,
-)
+from nemo_offload_rl.residency import OPTIMIZER, StateGroup, TensorGroup
 
 # What the distributed optimizer pairs up when it copies masters into parameters: its shards and the parameters.
 _PAIRED = (("shard_fp32_from_float16_groups", "model_float16_groups"), ("shard_fp32_groups", "model_fp32_groups"))

@@ -28,7 +28,6 @@ from nemo_offload_rl.residency.table.ledger import Ledger
 
 NUM_PARTS, WIDTH = 6, 64
 PART_BYTES = 4 * WIDTH
-HOST_AHEAD_S = 1234.5  # the clocks of host and GPU begin at other times
 
 
 def new_report() -> TransitionReport:
@@ -39,9 +38,7 @@ class Gpu:
     """A fake GPU, copies to the host of a millisecond each, and work that has been given to it and not run."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(
-            cuda, "time", SimpleNamespace(perf_counter=lambda: HOST_AHEAD_S + FakeStream.clock_ms / 1e3)
-        )
+        monkeypatch.setattr(cuda, "time", SimpleNamespace(perf_counter=lambda: FakeStream.clock_ms / 1e3))
         self.device = make_cuda_device(monkeypatch, FakeRuntime())
         monkeypatch.setattr(pieces, "STAGED_BELOW_BYTES", 0)
         self._arena = HostArena(self.device.new_region)

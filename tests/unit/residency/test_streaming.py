@@ -13,14 +13,8 @@ from simulated_device import SimulatedDevice
 from torch import nn
 from toy_training import WIDTH, Training, assert_bitwise_equal
 
-from nemo_offload_rl.residency import (
-    CpuDevice,
-    DeviceOutOfMemoryError,
-    Phase,
-    Placement,
-    divide_optimizer,
-    num_streamed,
-)
+from nemo_offload_rl.backends.optimizer_parts import divide_optimizer, num_streamed
+from nemo_offload_rl.residency import CpuDevice, DeviceOutOfMemoryError, Phase, Placement
 
 MATRIX_STATE_BYTES = 2 * 4 * WIDTH * WIDTH
 VECTOR_STATE_BYTES = 2 * 4 * WIDTH

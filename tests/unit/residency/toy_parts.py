@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from toy_training import settings
 
+from nemo_offload_rl.backends.optimizer_parts import divide_optimizer
 from nemo_offload_rl.residency import (
     CpuDevice,
     Device,
@@ -15,7 +16,6 @@ from nemo_offload_rl.residency import (
     Placement,
     ResidencyManager,
     TensorGroup,
-    divide_optimizer,
     optimizer_tensors,
     resolve_plan,
 )

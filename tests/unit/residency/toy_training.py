@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from nemo_offload_rl.backends.optimizer_parts import divide_optimizer
 from nemo_offload_rl.residency import (
     CpuDevice,
     Device,
@@ -13,7 +14,6 @@ from nemo_offload_rl.residency import (
     ResidencyManager,
     ResidencySettings,
     TensorGroup,
-    divide_optimizer,
     optimizer_tensors,
     resolve_plan,
 )

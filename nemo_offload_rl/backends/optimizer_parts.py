@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from nemo_offload_rl.residency.table.groups import StateGroup, TensorGroup
-from nemo_offload_rl.residency.table.plan import OPTIMIZER, OPTIMIZER_PART
+from nemo_offload_rl.protocols.optimizer import with_parameters
+from nemo_offload_rl.residency import OPTIMIZER, OPTIMIZER_PART, StateGroup, TensorGroup
 
 type NamedTensors = Sequence[tuple[str, Tensor]]
 
@@ -71,7 +70,7 @@ class OptimizerParts:
             if members or not self.parts:
                 before_each(members)
                 _set_counts(optimizer, before)
-                with _with_parameters(optimizer, by_group[name]):
+                with with_parameters(optimizer, by_group[name]):
                     optimizer.step()
                 counts = [group.get("step") for group in groups]
                 after = [new if new != old else so_far for new, old, so_far in zip(counts, before, after, strict=True)]
@@ -137,28 +136,6 @@ def divide_optimizer(
     ordered = [*small[: len(small) // 2], *large, *small[len(small) // 2 :]]
     in_order = {f"{OPTIMIZER_PART}.{first_index + number}": members for number, members in enumerate(ordered)}
     return OptimizerParts(parameters[num:], in_order)
-
-
-@contextmanager
-def restricted_to(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> Generator[None]:
-    """Leave only these parameters in the optimizer's groups."""
-    wanted = {id(parameter) for parameter in parameters}
-    kept = [[some for some in group["params"] if id(some) in wanted] for group in optimizer.param_groups]
-    with _with_parameters(optimizer, kept):
-        yield
-
-
-@contextmanager
-def _with_parameters(optimizer: torch.optim.Optimizer, by_group: Sequence[list[Tensor]]) -> Generator[None]:
-    """Have these parameters in the optimizer's groups."""
-    whole = [group["params"] for group in optimizer.param_groups]
-    for group, parameters in zip(optimizer.param_groups, by_group, strict=True):
-        group["params"] = parameters
-    try:
-        yield
-    finally:
-        for group, parameters in zip(optimizer.param_groups, whole, strict=True):
-            group["params"] = parameters
 
 
 def _set_counts(optimizer: torch.optim.Optimizer, counts: Sequence[object]) -> None:
