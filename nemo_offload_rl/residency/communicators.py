@@ -1,4 +1,4 @@
-"""NCCL's communicators: device memory beside torch's allocator, which an engine gets while nothing is communicated.
+"""NCCL's communicators: device memory outside of torch's allocator, which an engine gets while nothing is communicated.
 
 `ncclCommSuspend` copies what has to be kept to pinned host memory and releases device memory to the driver.
 `ncclCommResume` maps new memory at the same addresses. In both, every rank of a communicator waits for the others.

@@ -55,13 +55,13 @@ class ResidencyManager:
         groups: The groups, in the order in which a storage that several of them list is counted.
         device: The device; everything is on it until the first `enter`.
         arena: Host memory for all groups, perhaps reserved already; the manager closes it. None makes it.
-        overlap: Let copies run beside the caller's work where the device can; False waits for each inside `enter`.
+        overlap: Let copies run while the caller works, if the device can; False waits for each inside `enter`.
         verify: Compare host copies that count as up to date with the device, byte by byte. Slow; for finding bugs.
-        beside_engine_bytes: What this process may have of the device beside an engine that is awake.
+        beside_engine_bytes: Device memory that this process may have while an engine is awake.
 
     Attributes:
         passing: Moves parameters and gradients that pass through the device part by part; None where none do.
-        work: What the work of each phase takes of the device beside state.
+        work: Device memory that the work of each phase takes in addition to state.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class ResidencyManager:
         return report
 
     def _begin(self, wanted: Mapping[str, Placement], records: Records, report: TransitionReport) -> None:
-        """The present phase has just been entered: look for what stayed, and start what may run beside its work."""
+        """Look for what stayed on entering the present phase, and start what may run while it works."""
         phase = report.target
         if self._settles(phase):
             report.device_used_after_bytes = self._device.used_bytes()
@@ -172,7 +172,7 @@ class ResidencyManager:
                 self._prefetcher.bring(phase, target, allowed, records, report, snapshots)
 
     def prefetch(self, phase: Phase) -> None:
-        """Start to bring what `phase` will need, if copies can overlap and there is room beside the present work.
+        """Start to bring what `phase` will need, if copies can overlap and the present work leaves room.
 
         How much that work needs is known once a phase has passed; until then the copies are waited for in `phase`.
         """

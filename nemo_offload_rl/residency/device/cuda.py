@@ -65,7 +65,7 @@ class CudaDevice(Device):
         self._out = torch.cuda.Stream(self.device, priority=-1)
         self._in = torch.cuda.Stream(self.device, priority=-2)
         # Taken before anything else: a buffer that is later carved out of a cached block of gigabytes keeps that whole
-        # block from going back to the driver. Seen on a GPU: 20 GiB of logits' memory beside the awake engine.
+        # block from going back to the driver. Seen on a GPU: 20 GiB of logits' memory while the engine was awake.
         torch.cuda.empty_cache()
         self._staging = {stream: _staging_buffer(self.device) for stream in (self._out, self._in)}
         self._load_kernels()
@@ -101,7 +101,7 @@ class CudaDevice(Device):
         """Have a block in the present stream's cache that is to be divided, one of before if it is large enough.
 
         A call of the driver for each part takes about 0.1 ms. What this stream has cached in smaller pieces stays
-        beside the block until memory goes back.
+        until memory goes back.
         """
         num_bytes = sum(-(-size // BLOCK_BYTES) * BLOCK_BYTES for size in sizes_bytes)
         if num_bytes <= uncached_free_bytes(self.device) and not _splits_are_limited():
@@ -232,7 +232,7 @@ class CudaDevice(Device):
             return self._copy_blocking(copies, to_host)
         ready = torch.cuda.Event()
         ready.record(torch.cuda.current_stream(self.device))
-        # Listed beside the first of them, unless those come later.
+        # Listed while the first of them run, unless those come later.
         listed = list(copies) if to_host and self._leaving.is_paced else ()
         transfer = CudaTransfer(stream, listed)
         start = partial(self._start, transfer, listed or copies, stream, ready, to_host)
@@ -301,7 +301,7 @@ class CudaDevice(Device):
 
 
 def uncached_free_bytes(device: torch.device) -> int:
-    """What torch's allocator could still get from the driver, within this process's share of the GPU."""
+    """Memory that torch's allocator could still get from the driver, within this process's share of the GPU."""
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     share = torch.cuda.get_per_process_memory_fraction(device)
     if share >= 1:

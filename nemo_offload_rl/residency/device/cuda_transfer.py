@@ -98,7 +98,7 @@ class CopiesOut:
     def __init__(self) -> None:
         self.is_paced = False
         self._waiting: deque[tuple[CudaTransfer, Callable[[], None]]] = deque()
-        self._started: deque[CudaTransfer] = deque()
+        self._started: list[CudaTransfer] = []
 
     def put(self, transfer: CudaTransfer, start: Callable[[], None]) -> None:
         """Have a transfer started by `start` when its turn comes: now, unless copies are paced."""
@@ -113,11 +113,11 @@ class CopiesOut:
 
     @property
     def are_few(self) -> bool:
-        """Whether copies are paced, and no large transfer has started all the same."""
+        """Whether copies are paced, and no transfer that alone is larger runs."""
         return self.is_paced and self._running_bytes() <= 2 * PACE_BYTES
 
     def _running_bytes(self) -> int:
-        self._drop_finished()
+        self._started = [transfer for transfer in self._started if not transfer.finished]
         return sum(transfer.num_bytes for transfer in self._started)
 
     def _start_up_to(self, transfer: CudaTransfer) -> None:
@@ -128,12 +128,7 @@ class CopiesOut:
         transfer, start = self._waiting.popleft()
         transfer.start = _nothing
         start()
-        self._started.append(transfer)
-        self._drop_finished()
-
-    def _drop_finished(self) -> None:
-        while self._started and self._started[0].finished:
-            self._started.popleft()
+        self._started = [*(earlier for earlier in self._started if not earlier.finished), transfer]
 
 
 def _nothing() -> None:

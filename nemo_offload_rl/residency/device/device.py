@@ -202,7 +202,7 @@ class Device(ABC):
         """In the body the host is held up, or has the device wait for copies, before it gives the device more work.
 
         Charges a report the seconds in which the present stream has nothing to run, and none in which it still has what
-        it was given before. Where copies do not run beside work these are the host's. A body inside another charges
+        it was given before. If copies do not overlap with work, these are the host's. A body inside another charges
         its own report.
         """
         return report.held_up()

@@ -1,4 +1,4 @@
-"""What crosses the link to and from a GPU in one copy.
+"""Pieces that cross the link to and from a GPU in one copy.
 
 A copy of its own for each storage is slow twice over. Small ones lose bandwidth. And a stream takes about a thousand
 copies; the host waits in the next call until the first have finished. On an H200 it took 1.1 s to start loading the
@@ -100,7 +100,7 @@ class _Run:
         return address + copy.device.numel() <= self._end
 
     def piece(self) -> Piece:
-        """What has been joined."""
+        """The copies that have been joined."""
         first = self._copies[0]
         if len(self._copies) == 1:
             return Piece((first,), first.host, first.device)

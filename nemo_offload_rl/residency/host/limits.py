@@ -57,13 +57,13 @@ class HostShortage:
 
     @property
     def worker_bytes(self) -> int:
-        """What the limit leaves for the rank of `parts`: a share as large as that of its need."""
+        """Memory that the limit leaves for the rank of `parts`: a share as large as that of its need."""
         return self.limit.left_bytes * sum(self.parts.values()) // self.needed_bytes
 
 
 @dataclass(frozen=True)
 class HostShare:
-    """What a rank may take: its own need, and an equal part of what no rank of its host needs."""
+    """Memory that a rank may take: its own need, and an equal part of what no rank of its host needs."""
 
     num_bytes: int
 

@@ -178,7 +178,7 @@ class GroupSet:
         return any(state.is_leaving for state in self.states.values())
 
     def leftovers(self, records: Records | None, *, cache_released: bool) -> list[Leftover]:
-        """What is on the device without a group that may be there; usually none.
+        """Memory on the device that no group which may be there explains; usually none.
 
         Looks only when the unexplained memory has become notably more than it ever was, and while no group is leaving.
 

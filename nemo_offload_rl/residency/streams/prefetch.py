@@ -1,4 +1,4 @@
-"""What comes to the device before its phase, where there is room in addition to the present phase's work."""
+"""Groups that come to the device before their phase, if the work of the present one leaves room."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Prefetcher:
                 self._start(self._parts[0][0].group.name, Stream(self._parts, mover, limit_bytes).fill, report)
 
     def limit_parts(self, now: Phase) -> int:
-        """What parts may hold from here to the end of the step, in bytes: what fits beyond the work of both.
+        """Bytes that parts may hold from here to the end of the step: what the work of `now` and the step leaves.
 
         0 before both have been seen. Within a pass it does not become less.
         """

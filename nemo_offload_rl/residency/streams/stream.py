@@ -230,7 +230,7 @@ class Streams:
         groups: All groups; their `failure` is set where the state was written in part.
         updated: What is on the device for the update of each part: its optimizer states first.
         teacher_layers: The layers of a teacher.
-        overlap: Let copies run beside the caller's work.
+        overlap: Let copies run while the caller works.
         ledger: Gets the report of each stream.
         work: Told by how much the memory of updated groups grew.
     """

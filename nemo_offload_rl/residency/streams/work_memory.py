@@ -73,7 +73,7 @@ class WorkMemory:
         return all(phase in self._seen and (phase is not self._phase or self._is_known_kind) for phase in phases)
 
     def room_bytes(self, *phases: Phase) -> int:
-        """What is free in addition to the work of these phases, which are known; negative where one needs more."""
+        """Memory that is free after the work of these phases, which are known; negative where one needs more."""
         return self._device.room_bytes(int(MARGIN * max(map(self._expected_bytes, phases)))) - RESERVE_BYTES
 
     def is_too_tight(self, *, has_prefetched: bool) -> bool:

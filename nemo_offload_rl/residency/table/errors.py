@@ -1,4 +1,4 @@
-"""What can go wrong when state moves."""
+"""Errors of moving state."""
 
 
 class ResidencyError(RuntimeError):

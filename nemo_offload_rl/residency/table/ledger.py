@@ -1,4 +1,4 @@
-"""What every transition moved and what it cost."""
+"""Reports of what every transition moved and what it cost."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TransitionReport:
         device_used_before_bytes: Memory in use on the device as the driver sees it, by everyone, before.
         device_used_after_bytes: The same after the transition (after the last release of memory).
         peak_bytes: Most device memory that this process held in the phase before; 0 where that is not known.
-        without_room: Groups that did not fit beside the work of the phase, so that they are waited for later.
+        without_room: Groups that did not fit with the work of the phase, so that they are waited for later.
         leftovers: What this process has on the device that the plan does not account for, largest first.
     """
 

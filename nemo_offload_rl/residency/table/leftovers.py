@@ -1,4 +1,4 @@
-"""What is still on the device after groups left it, by owner."""
+"""Memory that is still on the device after groups left it, by owner."""
 
 from __future__ import annotations
 

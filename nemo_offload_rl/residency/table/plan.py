@@ -21,7 +21,7 @@ PARAMS_PART, GRADS_PART = "params/part", "grads/part"
 
 
 class Phase(StrEnum):
-    """What a worker is doing. One phase at a time; entering one moves state as the plan has it."""
+    """Work that a worker does, one phase at a time; entering one moves state as the plan has it."""
 
     TRAINING = "training"
     OPTIM_STEP = "optim_step"
@@ -42,7 +42,7 @@ class Placement(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseSpec:
-    """What a phase does with the state groups, whatever the configuration.
+    """Use that a phase makes of the state groups, whatever the configuration.
 
     Attributes:
         touches: Groups that it reads or writes from its first kernel on. A group that arrives earlier is waited for
@@ -98,7 +98,7 @@ class ResidencySettings:
         streams_parameters: So are those parts of the parameters and of the gradients that have an optimizer's part;
             passes bring them one after the other.
         optimizer_cpu_offload: The optimizer lives and updates on the host; no phase moves it.
-        resident_groups: Groups that stay on the device for refit and generation, since there is room beside the engine.
+        resident_groups: Groups that stay on the device for refit and generation, since the engine leaves room.
         has_base: Adapters are trained; the model's own parameters are the group `base`.
         has_teacher: There is a teacher.
         has_teacher_head: Training reads its output layer.
@@ -244,7 +244,7 @@ def resolve_plan(settings: ResidencySettings) -> ResidencyPlan:
 
 
 def choose_resident(sizes_bytes: Mapping[str, int], room_bytes: int) -> frozenset[str]:
-    """Groups that may stay on the device beside the engine: the largest first, as far as the room goes.
+    """Groups that may stay on the device with the engine: the largest first, as far as the room goes.
 
     Args:
         sizes_bytes: Candidates and their sizes.
