@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import ray
 
-from nemo_offload_rl.errors import ConfigError, WorkerDiedError
+from nemo_offload_rl.errors import ConfigError, WorkerDiedError, first_line
 from nemo_offload_rl.keys.run import ClusterConfig
 from nemo_offload_rl.memory.ray_memory import as_started_here
 from nemo_offload_rl.utils.sockets import short_folder
@@ -138,7 +138,7 @@ def _join(address: str, common: dict[str, Any]) -> None:
         ray.init(address="auto", **common)
     except ConnectionError as error:
         raise ConfigError(
-            f"no Ray cluster was found at RAY_ADDRESS={address} ({str(error).splitlines()[0]}); start one with "
+            f"no Ray cluster was found at RAY_ADDRESS={address} ({first_line(error)}); start one with "
             "`ray start --head`, or unset RAY_ADDRESS to use this machine"
         ) from error
 

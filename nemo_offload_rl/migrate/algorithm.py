@@ -116,12 +116,7 @@ def _validation(draft: Draft) -> None:
 @converts("sft.val_batches dpo.val_batches", algorithms="sft dpo")
 def _val_batches(draft: Draft) -> None:
     key = f"{draft.algorithm}.val_batches"
-    if draft.has(key):
-        given = draft.number(key, 0)
-        if given < 0:
-            draft.convert(key, 0, "0 is all")
-        else:
-            draft.keep(key, given)
+    draft.keep_unless(draft.number(key, 0) < 0, key, 0, "0 is all")
 
 
 @converts("checkpointing.metric_name")
@@ -145,10 +140,7 @@ def _chat_template(draft: Draft) -> None:
     key = "policy.tokenizer.chat_template"
     if not draft.has(key):
         draft.fill(key, None, "the tokenizer's own template, which is NeMo-RL's default too")
-    elif draft.get(key) is None:
-        draft.convert(key, PASS_THROUGH, "null is messages put one after the other there")
-    else:
-        draft.keep(key)
+    draft.keep_unless(draft.get(key) is None, key, PASS_THROUGH, "null concatenates messages there")
 
 
 @converts("data.add_generation_prompt", algorithms="sft dpo")

@@ -297,7 +297,7 @@ def _evaluation_sampling(draft: Draft) -> None:
             draft.ignore(path, "an evaluation has no rollouts of training")
     template = "tokenizer.chat_template"
     if draft.has(template) and draft.get(template) is None:
-        draft.convert(template, PASS_THROUGH, "null is messages put one after the other there")
+        draft.convert(template, PASS_THROUGH, "null concatenates messages there")
     else:
         draft.keep(template)
 

@@ -75,6 +75,13 @@ class Draft:
         else:
             self._row(Outcome.FILLED, "", path, DEFAULT_THERE)
 
+    def keep_unless(self, is_other: Any, path: str, value: Any, note: str) -> None:
+        """Take a key of the file over, with another value if `is_other`; the note says why."""
+        if self.has(path) and is_other:
+            self.convert(path, value, note)
+        elif self.has(path):
+            self.keep(path)
+
     def convert(self, theirs: str, value: Any, note: str, ours: str = "") -> None:
         """Take a key over with another value, under the name `ours` if given; the note says why."""
         self._write(ours or theirs, value)

@@ -75,22 +75,14 @@ def _vllm_kwargs(draft: Draft) -> None:
 def _top(draft: Draft) -> None:
     for name in ("top_p", "top_k", "val_top_p", "val_top_k"):
         key = f"policy.generation.{name}"
-        if draft.has(key):
-            if draft.get(key) == -1:
-                draft.convert(key, None, "null is all")
-            else:
-                draft.keep(key)
+        draft.keep_unless(draft.get(key) == -1, key, None, "null is all")
 
 
 @converts("policy.megatron_cfg.defer_fp32_logits")
 def _deferred_logits(draft: Draft) -> None:
     key = "policy.megatron_cfg.defer_fp32_logits"
-    if not draft.has(key):
-        return
-    if draft.get(key) and draft.get("policy.logprob_chunk_size") is None:
-        draft.convert(key, False, "is about chunks, and logprob_chunk_size is null; the numbers are the same")
-    else:
-        draft.keep(key)
+    is_unused = draft.get(key) and draft.get("policy.logprob_chunk_size") is None
+    draft.keep_unless(is_unused, key, False, "needs logprob_chunk_size, which is null; the numbers are the same")
 
 
 @converts("policy.make_sequence_length_divisible_by")
@@ -289,11 +281,8 @@ def _fused_logprobs(draft: Draft) -> None:
 def _dispatcher(draft: Draft) -> None:
     key = "policy.megatron_cfg.moe_token_dispatcher_type"
     experts = draft.number("policy.megatron_cfg.expert_model_parallel_size", 1)
-    given = draft.get(key)
-    if given == "flex" or (given == "allgather" and experts > 1):
-        draft.convert(key, "alltoall", "how tokens reach their experts, not what these compute")
-    elif draft.has(key):
-        draft.keep(key, given)
+    is_other = draft.get(key) == "flex" or (draft.get(key) == "allgather" and experts > 1)
+    draft.keep_unless(is_other, key, "alltoall", "another way for tokens to their experts, with the same numbers")
 
 
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")

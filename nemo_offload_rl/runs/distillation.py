@@ -9,7 +9,7 @@ from nemo_offload_rl.algorithms.rollout_parts import RolloutParts
 from nemo_offload_rl.backends.factory import check_model
 from nemo_offload_rl.backends.hf.model_folder import read_model_config
 from nemo_offload_rl.data.tokenizer import load_tokenizer
-from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.errors import ConfigError, first_line
 from nemo_offload_rl.keys.run_configs import DistillationConfig
 from nemo_offload_rl.runs.rollouts import run_with_rollouts
 from nemo_offload_rl.utils.logger import RunLogger
@@ -63,7 +63,7 @@ def check_vocabularies(config: DistillationConfig) -> None:
     try:
         its = AutoTokenizer.from_pretrained(names[1]).get_vocab()
     except (OSError, ValueError) as error:
-        cause = str(error).splitlines()[0]
+        cause = first_line(error)
         logger.warning("the tokenizer of teacher.model_name %s is not compared with the student's: %s", names[1], cause)
         return
     if mine != its:

@@ -11,7 +11,7 @@ from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
-from nemo_offload_rl.errors import UserError
+from nemo_offload_rl.errors import UserError, first_line
 from nemo_offload_rl.models.shape import ModelShape
 
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
@@ -61,7 +61,7 @@ def find_file(model_name: str, file_name: str) -> Path | None:
     except (OSError, ValueError) as error:
         raise UserError(
             f"policy.model_name={model_name} is no folder, and the model hub does not give {file_name} "
-            f"({_first_line(error)}); check the name, or give the folder of a downloaded model"
+            f"({first_line(error)}); check the name, or give the folder of a downloaded model"
         ) from error
 
 
@@ -153,7 +153,3 @@ def _check_whole(path: Path) -> None:
             pass
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} is no whole safetensors file ({error}); copy it again") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

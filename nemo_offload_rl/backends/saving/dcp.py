@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem, 
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import WriteResult
 
-from nemo_offload_rl.errors import CheckpointError
+from nemo_offload_rl.errors import CheckpointError, first_line
 from nemo_offload_rl.protocols.saving import StateReader
 from nemo_offload_rl.utils.checksums import SummedStream
 from nemo_offload_rl.utils.liveness import show_progress
@@ -331,7 +331,7 @@ class _Reader(FileSystemReader):
             cause, _ = next(iter(error.failures.values()))
             raise CheckpointError(
                 f"{self.folder} cannot be read by rank {dist.get_rank()} ({type(cause).__name__}: "
-                f"{_first_line(cause)}); the checkpoint is damaged: remove it to go on from an older one"
+                f"{first_line(cause)}); the checkpoint is damaged: remove it to go on from an older one"
             ) from error
 
 
@@ -412,7 +412,7 @@ def _read_metadata(path: Path) -> Metadata:
         names = {info.relative_path for info in (metadata.storage_data or {}).values()}
     except _BAD_PICKLE as error:
         raise CheckpointError(
-            f"{path / METADATA_FILE} cannot be read ({type(error).__name__}: {_first_line(error)}); the checkpoint is "
+            f"{path / METADATA_FILE} cannot be read ({type(error).__name__}: {first_line(error)}); the checkpoint is "
             "damaged or foreign: remove it to go on from an older one"
         ) from error
     if outside := sorted(name for name in names if Path(name).name != name):
@@ -434,10 +434,6 @@ def _check_fits(path: Path, wanted: Mapping[str, Tensor], saved: Mapping[str, An
                 f"The checkpoint {path} has {key} with the shape {tuple(entry.size)} instead of {tuple(tensor.shape)}; "
                 f"{_FOREIGN}"
             )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0]
 
 
 def torch_rng_state(device: torch.device) -> dict[str, Tensor]:

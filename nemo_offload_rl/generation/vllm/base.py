@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from nemo_offload_rl.errors import ConfigError, DeviceMemoryError, WorkerDiedError
+from nemo_offload_rl.errors import ConfigError, DeviceMemoryError, WorkerDiedError, first_line
 from nemo_offload_rl.generation.vllm.requests import check_prompts
 from nemo_offload_rl.generation.vllm.wire import bucket_to_wire
 from nemo_offload_rl.keys.engine import VllmSettings
@@ -173,11 +173,11 @@ class VllmEngineBase(ABC):
         try:
             yield
         except EngineDeadError as error:
-            raise WorkerDiedError(f"a process of vLLM's engine core has ended: {_first_line(error)}") from error
+            raise WorkerDiedError(f"a process of vLLM's engine core has ended: {first_line(error)}") from error
         except RuntimeError as error:
             if not self._workers_have_failed():
                 raise
-            raise WorkerDiedError(f"a worker process of vLLM has ended: {_first_line(error)}") from error
+            raise WorkerDiedError(f"a worker process of vLLM has ended: {first_line(error)}") from error
 
     def _workers_have_failed(self) -> bool:
         """Whether a worker process of an engine that lives in this process has ended."""
@@ -243,7 +243,3 @@ def _check_all_was_read(partly_read: Sequence[Mapping[str, Sequence[int]]]) -> N
             f"The engine used nothing, or only a part, of {listed(unread)}: its model has no weights of that name and "
             "size. vLLM builds this model in another way than the policy; choose one that both build alike."
         )
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]
