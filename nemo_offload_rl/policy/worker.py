@@ -50,9 +50,10 @@ from nemo_offload_rl.residency import (
 )
 from nemo_offload_rl.utils.checksums import damaged_files, file_checksums, files_below
 from nemo_offload_rl.utils.garbage import collect_garbage
-from nemo_offload_rl.weight_sync.factory import make_sender
-from nemo_offload_rl.weight_sync.nccl import NcclGroup
-from nemo_offload_rl.weight_sync.sender import BucketSender
+from nemo_offload_rl.weight_sync.cuda_ipc import CudaIpcSender
+from nemo_offload_rl.weight_sync.nccl import NcclGroup, NcclSender
+from nemo_offload_rl.weight_sync.sender import BucketSender, DiscardingSender
+from nemo_offload_rl.weight_sync.shared_memory import SharedMemorySender
 
 
 class PolicyWorker:
@@ -353,9 +354,13 @@ class PolicyWorker:
             self._refit_group = NcclGroup(address, 0, self._backend.device)
 
     def _new_sender(self) -> BucketSender:
+        """Make this rank's sender: every rank sends on its own GPU; to other devices, and on CPU, rank 0 sends."""
         specs, buffer_bytes = self._backend.weight_specs(), int(self._settings.refit_buffer_size_gib * 2**30)
-        device, rank, goes_out = self._backend.device, self._backend.rank_info.rank, self._sends_to_other_devices
-        return make_sender(specs, buffer_bytes, device, rank, self._refit_group, to_other_devices=goes_out)
+        if self._refit_group is not None:
+            return NcclSender(specs, buffer_bytes, self._refit_group)
+        if self._backend.device.type == "cuda" and not self._sends_to_other_devices:
+            return CudaIpcSender(specs, buffer_bytes, self._backend.device)
+        return (SharedMemorySender if self._backend.rank_info.rank == 0 else DiscardingSender)(specs, buffer_bytes)
 
     def next_bucket(self, starts_copies: bool = True) -> WeightBucket | None:
         """The next bucket of the refit, None after the last; with `starts_copies`, further copies out begin."""

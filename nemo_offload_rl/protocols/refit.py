@@ -1,18 +1,36 @@
-"""Refit: how weights get from the trainer into the engine.
+"""What is passed between policy and engine in a refit; `weight_sync.refit` has the order.
 
-1. The driver requests two buckets of the policy workers (`next_bucket`); rank 0 fills one of two buffers after the
-   other, or every rank those on its own GPU.
-2. The driver hands the first bucket's description to the engine (`load_bucket`), which copies out of the buffer.
-3. While the engine copies, the worker fills the other buffer. A bucket for the first is requested once its load has
-   returned.
-4. After the last bucket the engine checks the manifest and resets its prefix cache (`finish_refit`).
+The policy fills a buffer with tensors and describes it by a `WeightBucket`, which the driver hands to the engine. The
+engine copies the tensors out of the buffer.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
+from nemo_offload_rl.errors import UserError
+
+_NAMES_SHOWN = 8
+
+
+class RefitError(UserError):
+    """The engine did not get the right weights: tensors are missing, unexpected or of another shape.
+
+    With policy and engine of the same model this is a bug; settings of the engine can make them differ.
+    """
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first few names in a stable order, and how many more there are."""
+    ordered = sorted(names)
+    shown = ", ".join(ordered[:_NAMES_SHOWN])
+    num_hidden = len(ordered) - _NAMES_SHOWN
+    return f"{shown} and {num_hidden} more" if num_hidden > 0 else shown
 
 
 @dataclass(frozen=True)
@@ -23,6 +41,11 @@ class TensorSlice:
     shape: tuple[int, ...]
     dtype: torch.dtype
     offset_bytes: int
+
+    def of(self, buffer: Tensor) -> Tensor:
+        """The tensor as a view of the bucket's buffer, which is [N] uint8."""
+        end_bytes = self.offset_bytes + math.prod(self.shape) * self.dtype.itemsize
+        return buffer[self.offset_bytes : end_bytes].view(self.dtype).view(self.shape)
 
 
 @dataclass(frozen=True)

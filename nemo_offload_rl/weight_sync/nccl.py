@@ -1,7 +1,7 @@
 """Buckets over NCCL, for engines on GPUs of their own.
 
-1. Rank 0 of the policy and every engine worker form a communicator of their own, once; rank 0 is the root.
-2. Rank 0 fills one of two buffers and starts its broadcast, which runs on the GPU until the engines take part.
+1. Rank 0 of the policy, which is the root, and every engine worker form one communicator, once.
+2. Rank 0 fills one of two buffers and starts its broadcast, which waits on the GPU for the engines.
 3. Each engine worker receives into a buffer of its own and loads from there.
 """
 
@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_offload_rl.protocols.refit import RefitGroupAddress, TensorSlice, WeightBucket
-from nemo_offload_rl.weight_sync.cuda_ipc import tensor_view
 from nemo_offload_rl.weight_sync.sender import NUM_BUFFERS, BucketSender
 
 if TYPE_CHECKING:
@@ -29,11 +28,11 @@ _JOIN_TIMEOUT = timedelta(seconds=120)
 
 @dataclass(frozen=True)
 class NcclHandle:
-    """Nothing to tell: who is in the group receives."""
+    """Empty: every rank of the group receives."""
 
 
 class NcclGroup:
-    """A communicator beside the process's own ones. Made by all ranks at once: each waits for the others.
+    """A communicator in addition to the process's own. Made by all ranks at once, which wait for each other.
 
     Args:
         address: Where rank 0 listens, and how many ranks there are.
@@ -48,29 +47,23 @@ class NcclGroup:
         self._store = store_type(address.host, address.port, address.world_size, rank == ROOT, _JOIN_TIMEOUT)
         group: Any = dist.ProcessGroupNCCL  # pyright: ignore[reportAttributeAccessIssue]
         self._group = group(self._store, rank, address.world_size)
-        # NCCL connects at the first operation; later ones can then be started without waiting for the others.
+        # NCCL connects at the first operation; later ones do not wait for the other ranks to start.
         self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device)).wait()
         torch.cuda.synchronize(device)
 
     def broadcast(self, tensor: Tensor) -> Any:
-        """Start a broadcast from the root; `wait` on what this returns orders the current stream after it."""
+        """Start a broadcast from the root; `wait()` of the result makes the current stream wait for it."""
         options = dist.BroadcastOptions()  # pyright: ignore[reportAttributeAccessIssue]
         options.rootRank = ROOT
         return self._group.broadcast([tensor], options)
 
     def close(self) -> None:
-        """End the communicator without waiting for the others."""
+        """End the communicator without waiting for the other ranks."""
         self._group.abort()
 
 
 class NcclSender(BucketSender):
-    """Fills two buffers in turn and broadcasts them.
-
-    Args:
-        specs: What every refit sends, in order.
-        buffer_bytes: Limit of a bucket; the two buffers together hold at most twice this, unless one tensor is larger.
-        group: The communicator, of which this is the root.
-    """
+    """Fills two buffers in turn and broadcasts them over `group`, of which this is the root."""
 
     transport = "nccl"
 
@@ -84,7 +77,7 @@ class NcclSender(BucketSender):
         """Begin a refit."""
         super().start(weights)
         if not self._buffers:
-            sizes = [max((p.num_bytes for p in self.plan[slot::NUM_BUFFERS]), default=1) for slot in range(NUM_BUFFERS)]
+            sizes = self.buffer_sizes_bytes()
             self._buffers = [torch.empty(size, dtype=torch.uint8, device=self._group.device) for size in sizes]
 
     def release(self) -> None:
@@ -94,7 +87,7 @@ class NcclSender(BucketSender):
         self._buffers = []
 
     def close(self) -> None:
-        """Free the buffers and end the communicator; safe to call twice."""
+        """Free the buffers; safe to call twice."""
         super().close()
         self._works = [None] * NUM_BUFFERS
         self._buffers = []
@@ -107,7 +100,7 @@ class NcclSender(BucketSender):
     def _store(self, index: int, piece: TensorSlice, tensor: Tensor) -> None:
         slot = index % NUM_BUFFERS
         self._wait(slot)
-        tensor_view(self._buffers[slot], piece).copy_(tensor)
+        piece.of(self._buffers[slot]).copy_(tensor)
 
     def _handle(self, index: int) -> NcclHandle:
         slot = index % NUM_BUFFERS
@@ -116,11 +109,7 @@ class NcclSender(BucketSender):
 
 
 class NcclReceiver:
-    """Receives buckets into one buffer, which grows to the largest.
-
-    Args:
-        group: The communicator.
-    """
+    """Receives buckets over `group` into one buffer, which grows to the largest bucket."""
 
     def __init__(self, group: NcclGroup) -> None:
         self._group = group
@@ -132,7 +121,7 @@ class NcclReceiver:
             self._buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._group.device)
         self._group.broadcast(self._buffer[: bucket.num_bytes]).wait()
         for piece in bucket.slices:
-            yield piece.name, tensor_view(self._buffer, piece)
+            yield piece.name, piece.of(self._buffer)
 
     def close(self) -> None:
         """Free the buffer."""

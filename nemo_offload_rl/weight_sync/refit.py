@@ -1,24 +1,23 @@
-"""One refit, seen from the driver.
+"""One refit, seen from the process that drives policy and engine.
 
-1. `offload_before_refit`: the policy gives the device back, except its weights. Beside it the engine wakes its weights
-   (its KV cache stays asleep: the room belongs to the policy's weights). While it waits for room, the policy releases
-   memory to the driver as what it holds leaves. The engine waits for as much more as sending took before, which the
-   policy allocates next: where that is missing, torch's allocator releases all that it has cached, which waits for
-   copies. With that room the policy fills the first buckets while the engine maps its memory. No more copies out are
-   started meanwhile: mapping waits for every one that runs on the GPU. In the first refit it is not known what sending
-   takes, so that it waits for the engine.
-2. Buckets: while the engine copies bucket i out of one buffer, the policy fills the other with bucket i + 1; a buffer
-   is refilled only after the load of what it held has returned. Bucket i + 2 is requested right then, so that the
-   policy goes on to it without waiting for this process. Copies out go on once the engine has mapped both buffers. The
-   driver gets no memory back meanwhile, which would hold up the next bucket.
-3. `finish_refit`: the engine checks that every weight arrived and drops prefixes that the old weights computed.
-4. `offload_after_refit`: the policy's weights leave too, until there is room for the engine's share of the device; what
-   is then still leaving goes on beside the generation. Beside it the engine wakes its KV cache, at once where there is
-   room for it already, else when the policy has made room. The rest leaves once the engine is awake, or after a second,
-   should the engine lack room all the same.
+1. `offload_before_refit`: everything of the policy but its weights leaves the device. Meanwhile the engine wakes its
+   weights; its KV cache sleeps on, since the policy's weights need the room. While the engine waits for room, the
+   policy releases memory to the CUDA driver as copies finish. The engine also waits for as much as sending took in
+   earlier refits, which the policy allocates next: without it torch's allocator would release its whole cache, which
+   waits for copies. Given that room, the policy fills the first buckets while the engine maps its memory, and starts no
+   more copies out, because mapping waits for all that run. In the first refit the need of sending is unknown, and the
+   policy waits until the engine is awake.
+2. Buckets: while the engine copies bucket i out of one buffer, the policy fills the other with bucket i + 1. A buffer
+   is refilled only after the load of its bucket has returned. Bucket i + 2 is requested right then, so that the policy
+   goes on without waiting for this process. Copies out go on once the engine has mapped both buffers. No memory is
+   released to the CUDA driver meanwhile, which would delay the next bucket.
+3. `finish_refit`: the engine checks that every weight arrived and drops prefixes computed with the old weights.
+4. `offload_after_refit`: the policy's weights leave too, until there is room for the engine's share of the device; the
+   rest leaves during generation. Meanwhile the engine wakes its KV cache as soon as there is room. The rest starts to
+   leave once the engine is awake, or after a second if it still lacks room.
 
-Mapping an engine's memory takes the driver's time: that is why it runs beside what the policy does. Nothing of this
-can overshoot the device: who wakes waits for memory that is really free.
+Mapping memory takes the engine long, so it runs while the policy works. It cannot exceed the device's memory, because
+an engine waits for memory that is really free.
 
 A failure anywhere is raised at once and ends the refit. The engine then refuses to generate until a refit succeeds.
 """
@@ -34,9 +33,8 @@ from threading import Event
 from typing import Any, Protocol
 
 from nemo_offload_rl.protocols.engine import GenerationEngine
-from nemo_offload_rl.protocols.refit import WeightBucket
+from nemo_offload_rl.protocols.refit import RefitError, WeightBucket
 from nemo_offload_rl.utils.timer import PhaseTimer
-from nemo_offload_rl.weight_sync.errors import RefitError
 from nemo_offload_rl.weight_sync.sender import NUM_BUFFERS
 
 logger = logging.getLogger(__name__)
@@ -49,40 +47,40 @@ type Request = Callable[[], WeightBucket | None]
 
 
 class RefitSource(Protocol):
-    """What a refit asks of the policy (all of its ranks)."""
+    """The policy, all of its ranks, as a refit uses it."""
 
     def offload_before_refit(self) -> object:
-        """Leave only what a refit needs on the device."""
+        """Keep only the weights on the device."""
         ...
 
     def release_memory(self, to_driver: bool = True) -> object:
-        """Release the memory of what has left by now; with `to_driver`, to it, and let more leave. Does not block."""
+        """Release the memory of finished copies; with `to_driver`, also to the CUDA driver, and start more copies."""
         ...
 
     def offload_after_refit(self, wait_for_all: bool = True) -> object:
-        """Leave nothing on the device; waited for until the engine has room, or until all has left."""
+        """Keep nothing on the device; wait until the engine has room or, with `wait_for_all`, all has left."""
         ...
 
     def finish_leaving(self) -> object:
-        """Let the rest leave, and release it; does not block."""
+        """Start the copies that are left, and release their memory. Does not block."""
         ...
 
     def refit_work_bytes(self) -> int:
-        """The most that sending took of a device so far, beside the weights; 0 where that is not known."""
+        """Most bytes of a device that sending took so far in addition to the weights; 0 if unknown."""
         ...
 
     def start_refit(self) -> object:
-        """Begin to gather weights; an unfinished refit is dropped."""
+        """Start to gather weights; an unfinished refit is dropped."""
         ...
 
     def request_bucket(self, starts_copies: bool = True) -> Request:
-        """Have every rank fill its next bucket, and with `starts_copies` let more leave; what this returns waits."""
+        """Have every rank fill its next bucket and, with `starts_copies`, start more copies out. The result waits."""
         ...
 
 
 @dataclass(frozen=True)
 class RefitReport:
-    """What one refit moved."""
+    """Sums of one refit."""
 
     num_tensors: int
     num_buckets: int
@@ -95,8 +93,7 @@ def refit(policy: RefitSource, engine: GenerationEngine, timer: PhaseTimer | Non
     Args:
         policy: All of its ranks.
         engine: All engines.
-        timer: Told of the parts `wake_weights`, `stream` and `wake_kv_cache`; within the first `enter`, within the last
-            `leave`, which are the policy's.
+        timer: Times `wake_weights` (in it `enter`, the policy's part), `stream` and `wake_kv_cache` (in it `leave`).
 
     Raises:
         RefitError: A weight is missing, unexpected or of another shape; the names are in the message.
@@ -120,7 +117,7 @@ def refit(policy: RefitSource, engine: GenerationEngine, timer: PhaseTimer | Non
             policy.finish_leaving()
             waking.result()
     finally:
-        # Not waited for: after an interrupt or a dead worker what runs there may never return by itself.
+        # Without waiting: after an interrupt or the death of a worker, calls in the pool may never return.
         pool.shutdown(wait=False, cancel_futures=True)
     logger.debug(
         "Refit: %d tensors, %.3f GiB in %d buckets", report.num_tensors, report.num_bytes / 2**30, report.num_buckets
@@ -131,9 +128,9 @@ def refit(policy: RefitSource, engine: GenerationEngine, timer: PhaseTimer | Non
 def _wake_weights(
     policy: RefitSource, engine: GenerationEngine, pool: ThreadPoolExecutor, timer: PhaseTimer
 ) -> deque[Request] | None:
-    """Wake the engine's weights, and request the first buckets where there is known to be room for them beside that.
+    """Wake the engine's weights; request the first buckets meanwhile if the device is known to have room for them.
 
-    The policy is called until the engine has room: copies that finish release memory only in a call.
+    Calls the policy until the engine has room: the memory of finished copies is released only in a call.
     """
     beside_bytes = policy.refit_work_bytes()
     has_room, is_beside = Event(), False
@@ -155,7 +152,7 @@ def _wake_weights(
 
 
 def _request_first(policy: RefitSource) -> deque[Request]:
-    """Begin to send, and request a bucket for each buffer."""
+    """Start to send, and request a bucket for each buffer."""
     policy.start_refit()
     return deque(policy.request_bucket(starts_copies=False) for _ in range(NUM_BUFFERS))
 
@@ -163,13 +160,13 @@ def _request_first(policy: RefitSource) -> deque[Request]:
 def _stream(
     policy: RefitSource, engine: GenerationEngine, pool: ThreadPoolExecutor, requested: deque[Request]
 ) -> tuple[RefitReport, Future[object]]:
-    """All buckets, the first of which were requested; and the policy's last release of memory, which may still run."""
+    """Load all buckets, from those requested on; also returns the policy's last release of memory, maybe running."""
     loading: Future[Request] | None = None
     num_tensors = num_buckets = num_bytes = 0
 
     def load(bucket: WeightBucket) -> Request:
         engine.load_bucket(bucket)
-        # Mapping a buffer, for its first bucket, waits for copies.
+        # The first bucket of each buffer is mapped, which waits for copies.
         return policy.request_bucket(starts_copies=bucket.index + 1 >= NUM_BUFFERS)
 
     while True:
@@ -189,13 +186,13 @@ def _stream(
     both: list[Future[Any]] = [last, releasing]
     wait(both, return_when=FIRST_COMPLETED)
     if releasing.done():
-        releasing.result()  # a policy that died explains an engine that waits for it
+        releasing.result()  # raises if the policy died, which is why the engine waits
     _result(last, policy)
     return RefitReport(num_tensors, num_buckets, num_bytes), releasing
 
 
 def _result[T](loading: Future[T], policy: RefitSource) -> T:
-    """Wait for a load. A policy that has died explains one that failed, for want of its buffer."""
+    """Wait for a load. If it failed because the policy died, raise the policy's error."""
     if loading.exception() is not None:
         policy.release_memory(to_driver=False)
     return loading.result()

@@ -1,30 +1,76 @@
-"""The sending side, without a transport: which tensor goes where, and is it the one that was announced.
+"""Fills buckets with the weights of a refit: the base class of each transport's sender.
 
-Over shared memory rank 0 of the policy sends; the other ranks, which take part in gathering each tensor, use
-`DiscardingSender` with the same arguments, so that all ranks gather in step. Over CUDA IPC every rank sends.
+With buffers in GPU memory every rank of the policy sends to the engine on its own GPU. Otherwise rank 0 sends, and the
+other ranks use `DiscardingSender`, because all ranks take part in gathering each tensor.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from nemo_offload_rl.protocols.refit import TensorSlice, WeightBucket
-from nemo_offload_rl.weight_sync.errors import RefitError, listed
-from nemo_offload_rl.weight_sync.packing import BucketPlan, plan_buckets
+from nemo_offload_rl.protocols.refit import RefitError, TensorSlice, WeightBucket, listed
 
 if TYPE_CHECKING:
     from nemo_offload_rl.protocols.backend import WeightSpec
 
 NUM_BUFFERS = 2  # of every sender: one is filled while the engine reads the other
+ALIGNMENT_BYTES = 512
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """The slices of one bucket in sending order, and the bytes up to the end of the last."""
+
+    slices: tuple[TensorSlice, ...]
+    num_bytes: int
+
+
+def plan_buckets(specs: Sequence[WeightSpec], buffer_bytes: int) -> list[BucketPlan]:
+    """Pack tensors in their order, each slice aligned to 512 bytes.
+
+    Args:
+        specs: The tensors that will be sent, in order.
+        buffer_bytes: Limit of a bucket. A larger tensor travels alone, in a bucket of its own size.
+
+    Raises:
+        RefitError: A name appears twice.
+        ValueError: `buffer_bytes` is not positive.
+    """
+    if buffer_bytes < 1:
+        raise ValueError(f"A refit buffer needs at least one byte, not {buffer_bytes}")
+    twice = [name for name, count in Counter(spec.name for spec in specs).items() if count > 1]
+    if twice:
+        raise RefitError(f"These tensors would be sent twice: {listed(twice)}")
+
+    buckets: list[BucketPlan] = []
+    slices: list[TensorSlice] = []
+    end_bytes = 0
+    for spec in specs:
+        offset_bytes = -(-end_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        if slices and offset_bytes + spec.num_bytes > buffer_bytes:
+            buckets.append(BucketPlan(tuple(slices), end_bytes))
+            slices, offset_bytes = [], 0
+        slices.append(TensorSlice(spec.name, tuple(spec.shape), spec.dtype, offset_bytes))
+        end_bytes = offset_bytes + spec.num_bytes
+    if slices:
+        buckets.append(BucketPlan(tuple(slices), end_bytes))
+    return buckets
 
 
 class BucketSender(ABC):
-    """Walks through the announced tensors, bucket by bucket, and refuses anything that was not announced."""
+    """Goes through the announced tensors bucket by bucket, and refuses any other.
+
+    Args:
+        specs: The tensors that every refit sends, in order.
+        buffer_bytes: Limit of a bucket; a sender's two buffers have at most twice this, unless one tensor is larger.
+    """
 
     transport: str
 
@@ -38,12 +84,17 @@ class BucketSender(ABC):
         """The buckets of every refit of this sender."""
         return self._plan
 
+    def buffer_sizes_bytes(self) -> list[int]:
+        """Size of each buffer that is used, which is that of its largest bucket."""
+        per_buffer = (self._plan[slot::NUM_BUFFERS] for slot in range(NUM_BUFFERS))
+        return [max(1, *(plan.num_bytes for plan in plans)) for plans in per_buffer if plans]
+
     def start(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Begin a refit; an unfinished one is dropped.
 
         Args:
-            weights: (name, full tensor) in the order of the specs; advanced by `next_bucket` only. Of what is announced
-                in 16 bits, float32 tensors are taken too and rounded.
+            weights: (name, full tensor) in the order of the specs; advanced by `next_bucket` only. Tensors that are
+                announced in 16 bits may be float32 and are rounded.
         """
         self._weights = iter(weights)
         self._next_index = 0
@@ -64,15 +115,15 @@ class BucketSender(ABC):
             return None
         plan = self._plan[index]
         for position, piece in enumerate(plan.slices):
-            self._store(index, piece, self._take(index, position, piece))
+            self._store(index, piece, self._take(self._weights, index, position, piece))
         is_last = index == len(self._plan) - 1
-        if is_last:
-            self._check_exhausted()
+        if is_last and (surplus := next(self._weights, None)) is not None:
+            raise RefitError(f"The policy sent the unexpected tensor {surplus[0]} after the last announced one")
         self._next_index = index + 1
         return WeightBucket(index, self.transport, self._handle(index), plan.num_bytes, plan.slices, is_last)
 
     def release(self) -> None:  # noqa: B027
-        """Give up what the buffers hold of the device's memory, until the next `start`; nothing by default."""
+        """Free the device memory of the buffers until the next `start`; nothing by default."""
 
     def close(self) -> None:
         """Free the buffers; safe to call twice."""
@@ -84,9 +135,9 @@ class BucketSender(ABC):
     @abstractmethod
     def _handle(self, index: int) -> object: ...
 
-    def _take(self, index: int, position: int, piece: TensorSlice) -> Tensor:
-        assert self._weights is not None
-        found = next(self._weights, None)
+    def _take(self, weights: Iterator[tuple[str, Tensor]], index: int, position: int, piece: TensorSlice) -> Tensor:
+        """The next tensor, which has to be that of `piece`, the slice at `position` of bucket `index`."""
+        found = next(weights, None)
         if found is None:
             raise RefitError(f"The policy sent no {listed(self._names_from(index, position))}")
         name, tensor = found
@@ -105,12 +156,6 @@ class BucketSender(ABC):
     def _names_from(self, index: int, position: int) -> set[str]:
         names = {piece.name for piece in self._plan[index].slices[position:]}
         return names.union(*({piece.name for piece in plan.slices} for plan in self._plan[index + 1 :]))
-
-    def _check_exhausted(self) -> None:
-        assert self._weights is not None
-        surplus = next(self._weights, None)
-        if surplus is not None:
-            raise RefitError(f"The policy sent the unexpected tensor {surplus[0]} after the last announced one")
 
 
 class DiscardingSender(BucketSender):

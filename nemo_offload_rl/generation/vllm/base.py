@@ -19,8 +19,7 @@ from nemo_offload_rl.generation.vllm.wire import bucket_to_wire
 from nemo_offload_rl.keys.engine import VllmSettings
 from nemo_offload_rl.keys.generation import SamplingSettings
 from nemo_offload_rl.protocols.engine import Completion
-from nemo_offload_rl.protocols.refit import RefitGroupAddress, WeightBucket
-from nemo_offload_rl.weight_sync.errors import RefitError, listed
+from nemo_offload_rl.protocols.refit import RefitError, RefitGroupAddress, WeightBucket, listed
 
 ALL_TAGS: tuple[str, ...] = ("weights", "kv_cache")
 # A policy worker's last copies to the host end within seconds.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from nemo_offload_rl.weight_sync.errors import RefitError
+from nemo_offload_rl.protocols.refit import RefitError
 
 
 def check_nothing_is_derived(model: nn.Module) -> None:

@@ -21,9 +21,8 @@ from nemo_offload_rl.generation.vllm.derived_weights import check_nothing_is_der
 from nemo_offload_rl.generation.vllm.missing_weights import missing_weights
 from nemo_offload_rl.generation.vllm.stacked_experts import StackedExperts
 from nemo_offload_rl.generation.vllm.write_recorder import Span, WriteRecorder, merged
-from nemo_offload_rl.protocols.refit import TensorSlice, WeightBucket
+from nemo_offload_rl.protocols.refit import RefitError, TensorSlice, WeightBucket, listed
 from nemo_offload_rl.weight_sync.cuda_ipc import CudaIpcReceiver, CudaIpcSender
-from nemo_offload_rl.weight_sync.errors import RefitError, listed
 from nemo_offload_rl.weight_sync.nccl import NcclGroup, NcclReceiver
 from nemo_offload_rl.weight_sync.shared_memory import SharedMemoryReceiver
 

@@ -13,9 +13,8 @@ import torch
 from nemo_offload_rl.generation.vllm.device_memory import wait_for_room
 from nemo_offload_rl.generation.vllm.weight_loading import RefitSession, SeenLoads
 from nemo_offload_rl.generation.vllm.wire import bucket_from_wire
-from nemo_offload_rl.protocols.refit import RefitGroupAddress
+from nemo_offload_rl.protocols.refit import RefitError, RefitGroupAddress
 from nemo_offload_rl.utils.liveness import dump_stacks_on_signal
-from nemo_offload_rl.weight_sync.errors import RefitError
 from nemo_offload_rl.weight_sync.nccl import NcclGroup
 
 

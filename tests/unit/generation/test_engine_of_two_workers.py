@@ -12,7 +12,7 @@ from matrix_cases import GREEDY, PROMPTS, answers_like
 from model_families import checkpoint_tensors, make_family, save_family_folder
 
 from nemo_offload_rl.errors import WorkerDiedError
-from nemo_offload_rl.weight_sync.errors import RefitError
+from nemo_offload_rl.protocols.refit import RefitError
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from matrix_cases import GREEDY, PROMPTS, answers_like
 from model_families import checkpoint_tensors, save_family_folder
 from torch import Tensor
 
-from nemo_offload_rl.weight_sync.errors import RefitError
+from nemo_offload_rl.protocols.refit import RefitError
 
 
 @pytest.fixture(scope="module")

@@ -15,16 +15,14 @@ from refit_process import buckets_of, specs_of, weights
 from torch import Tensor
 
 from nemo_offload_rl.generation.vllm.wire import bucket_from_wire, bucket_to_wire
-from nemo_offload_rl.protocols.refit import TensorSlice, WeightBucket
+from nemo_offload_rl.protocols.refit import RefitError, TensorSlice, WeightBucket
 from nemo_offload_rl.weight_sync.cuda_ipc import (
     CudaIpcHandle,
     CudaIpcReceiver,
     CudaIpcSender,
     SharedBuffer,
     join_handles,
-    tensor_view,
 )
-from nemo_offload_rl.weight_sync.errors import RefitError
 from nemo_offload_rl.weight_sync.nccl import NcclHandle
 from nemo_offload_rl.weight_sync.shared_memory import SharedMemoryHandle
 
@@ -66,12 +64,12 @@ def test_the_buffers_of_all_ranks_are_joined_and_other_transports_have_one_sende
 
 def test_a_view_has_the_bytes_shape_and_type_of_its_slice():
     buffer = torch.zeros(1024, dtype=torch.uint8)
-    tensor_view(buffer, SLICES[0]).copy_(torch.arange(6.0).view(2, 3))
-    tensor_view(buffer, SLICES[1]).copy_(torch.tensor(0.25))
+    SLICES[0].of(buffer).copy_(torch.arange(6.0).view(2, 3))
+    SLICES[1].of(buffer).copy_(torch.tensor(0.25))
     assert buffer[:12].view(torch.bfloat16).tolist() == [0, 1, 2, 3, 4, 5]
     assert buffer[512:516].view(torch.float32).tolist() == [0.25]
     empty = TensorSlice("e", (0, 5), torch.float32, 1024)
-    assert tensor_view(buffer, empty).shape == (0, 5)
+    assert empty.of(buffer).shape == (0, 5)
 
 
 def send(pipe: Connection) -> None:

@@ -10,9 +10,8 @@ import torch
 
 from nemo_offload_rl.errors import DeviceMemoryError
 from nemo_offload_rl.protocols.backend import WeightSpec
-from nemo_offload_rl.protocols.refit import WeightBucket
+from nemo_offload_rl.protocols.refit import RefitError, WeightBucket
 from nemo_offload_rl.utils.timer import PhaseTimer
-from nemo_offload_rl.weight_sync.errors import RefitError
 from nemo_offload_rl.weight_sync.refit import RELEASE_PERIOD_S, refit
 from nemo_offload_rl.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemorySender
 

@@ -13,7 +13,7 @@ from forked import context
 from refit_process import buckets_of, send_until_told, specs_of, weights
 from torch import Tensor
 
-from nemo_offload_rl.weight_sync.errors import RefitError
+from nemo_offload_rl.protocols.refit import RefitError
 from nemo_offload_rl.weight_sync.sender import DiscardingSender
 from nemo_offload_rl.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemorySender
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_offload_rl.protocols.backend import WeightSpec
-from nemo_offload_rl.weight_sync.errors import RefitError
-from nemo_offload_rl.weight_sync.packing import plan_buckets
+from nemo_offload_rl.protocols.refit import RefitError
+from nemo_offload_rl.weight_sync.sender import plan_buckets
 
 
 def spec(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> WeightSpec:
