@@ -129,7 +129,10 @@ class ResidencyManager:
             self._prefetcher.begin(phase)
             keeps_pace = rest_bytes or phase is Phase.REFIT or self.phase is Phase.OPTIM_STEP
             if self._device.is_paced and not keeps_pace:
-                self._groups.end_pace(report, release_cache=self.plan.releases_cache(phase))
+                if self.plan.releases_cache(phase):  # before all other copies start, which that would wait for
+                    self._groups.release_finished(release_cache=False)
+                    self._groups.release_cache_for(report)
+                self._device.pace_out(False)
             transaction = Transaction(self._groups, wanted, report)
             transaction.run(release_cache=self.plan.releases_cache(phase) and not settles)
             records = transaction.records
@@ -163,9 +166,12 @@ class ResidencyManager:
         self.work.begin(phase, sum(device_bytes(records).values()), self._states.values())
         if not self._overlap:
             return
+        reads_before = PHASES[phase].reads_before
         with self._device.held_up(report):  # all through the copies where host memory is not page-locked
-            for name in self._groups.leaving_after(phase, self.plan):
-                self._states[name].start_refresh(records[name], report)
+            for name, state in self._states.items():
+                leaves = reads_before is not None and self.plan.placement(name, reads_before) is Placement.HOST
+                if leaves and name in PHASES[phase].touches and state.location is Placement.DEVICE:
+                    state.start_refresh(records[name], report)
             allowed = [name for name, place in wanted.items() if place is Placement.UNCHANGED]
             if (target := PHASES[phase].prefetches_for) is not None:
                 snapshots = self._snapshots.all if PHASES[phase].prefetches_snapshots else {}
@@ -343,14 +349,21 @@ class ResidencyManager:
         self._groups.refuse_if_failed("show the state for a checkpoint")
         if self._snapshots.present is not None:
             raise ResidencyError(f"cannot show a checkpoint the state while {self._snapshots.present!r} is swapped in")
-        wanted = dict.fromkeys(self._groups.on_host(names), Placement.DEVICE)
+        away = [name for name, state in self._states.items() if state.location is Placement.HOST]
+        wanted = {name: Placement.DEVICE for name in away if not names or name in names}
         if names:
             wanted |= {state.group.name: Placement.HOST for state in self._parts}
             self._snapshots.release_staged()
         report = TransitionReport(self.phase, self.phase or Phase.TRAINING)
         try:
-            with self._groups.visiting(wanted, report):
+            Transaction(self._groups, wanted, report).run()
+            for state in self._states.values():
+                state.wait_arrival()  # groups that were arriving already are read too
+            try:
                 yield
+            finally:
+                Transaction(self._groups, dict.fromkeys(wanted, Placement.HOST), report).run()
+                self._groups.settle(release_cache=True)
         finally:
             self._ledger.add_if_moved(report)
 

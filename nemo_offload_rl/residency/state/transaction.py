@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from nemo_offload_rl.residency.table.errors import ResidencyError
 from nemo_offload_rl.residency.table.groups import StorageRecord, local_tensor, storage_key, unique_storages
 from nemo_offload_rl.residency.table.ledger import TransitionReport
 from nemo_offload_rl.residency.table.leftovers import REPORTED_FROM_BYTES, Leftover
-from nemo_offload_rl.residency.table.plan import PHASES, Phase, Placement, ResidencyPlan
+from nemo_offload_rl.residency.table.plan import Phase, Placement
 
 type Records = dict[str, dict[int, StorageRecord]]
 """Storages by group and key."""
@@ -85,23 +84,6 @@ class GroupSet:
         """List storages anew from here on, since groups may have other tensors."""
         self._kept = {}
 
-    def on_host(self, names: Collection[str]) -> list[str]:
-        """Names of the groups that are on the host, out of `names` if any are given."""
-        here = [name for name, state in self.states.items() if state.location is Placement.HOST]
-        return [name for name in here if not names or name in names]
-
-    def leaving_after(self, phase: Phase, plan: ResidencyPlan) -> list[str]:
-        """Names of groups on the device that `phase` only reads and that leave after it."""
-        spec = PHASES[phase]
-        return [
-            name
-            for name, state in self.states.items()
-            if state.location is Placement.DEVICE
-            and name in spec.touches
-            and spec.reads_before is not None
-            and plan.placement(name, spec.reads_before) is Placement.HOST
-        ]
-
     def prepare(self, wanted: Mapping[str, Placement]) -> Records:
         """Have the groups that will move drop their temporary copies; returns the storages after that."""
         if not self._kept:
@@ -111,18 +93,6 @@ class GroupSet:
                 self.states[name].group.prepare()
                 self._kept.pop(name, None)
         return self.records()
-
-    @contextmanager
-    def visiting(self, wanted: Mapping[str, Placement], report: TransitionReport) -> Generator[None]:
-        """Have groups where they are wanted inside the body, all copies in waited for, and on the host after it."""
-        Transaction(self, wanted, report).run()
-        for state in self.states.values():
-            state.wait_arrival()  # groups that were arriving already are read too
-        try:
-            yield
-        finally:
-            Transaction(self, dict.fromkeys(wanted, Placement.HOST), report).run()
-            self.settle(release_cache=True)
 
     def host_view(self, tensor: Tensor) -> Tensor | None:
         """A tensor's contents in its group's host copy; None if they are on the device.
@@ -159,18 +129,6 @@ class GroupSet:
             self.release_cache_for(report or settled)
         if starts_more:
             self.device.advance_out()
-
-    def end_pace(self, report: TransitionReport, *, release_cache: bool) -> None:
-        """Start all copies out that were held back.
-
-        Args:
-            report: The report to charge for releasing memory.
-            release_cache: First release the memory of finished copies to the driver, which would wait for the new ones.
-        """
-        if release_cache:
-            self.release_finished(release_cache=False)
-            self.release_cache_for(report)
-        self.device.pace_out(False)
 
     @property
     def is_leaving(self) -> bool:
