@@ -16,7 +16,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from nemo_offload_rl.backends.dtensor.context_parallel import context_attention
+from nemo_offload_rl.backends.dtensor.context_parallel import context_attention, seen_keys
 from nemo_offload_rl.models.families import (
     attention_softcap,
     has_attention_sinks,
@@ -162,12 +162,8 @@ def _attention_with_sinks(
 
 def _seen(num_tokens: int, window: int | None, bounds: Tensor | None, device: torch.device) -> Tensor:
     """[T, T] bool: which tokens each token sees."""
-    place_T = torch.arange(num_tokens, device=device)
-    distance_TT = place_T.unsqueeze(1) - place_T
-    seen_TT = distance_TT >= 0
-    if window is not None:
-        seen_TT &= distance_TT < window
+    seen_TT = seen_keys(num_tokens, num_tokens, window, device)
     if bounds is not None:
-        row_T = torch.bucketize(place_T, bounds, right=True)
+        row_T = torch.bucketize(torch.arange(num_tokens, device=device), bounds, right=True)
         seen_TT &= row_T.unsqueeze(1) == row_T
     return seen_TT

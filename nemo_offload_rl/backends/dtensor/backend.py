@@ -61,22 +61,6 @@ from nemo_offload_rl.residency import (
 logger = logging.getLogger(__name__)
 
 
-def check_settings(settings: PolicySettings) -> None:
-    """Refuse what this backend does not do, as the rules between keys do before Ray starts.
-
-    Raises:
-        ConfigError: Names the key and what to set it to.
-    """
-    for rule in POLICY_RULES:
-        if (problem := rule(settings)) is not None:
-            raise ConfigError(problem)
-    if settings.logprob_temperature <= 0:
-        raise ConfigError(
-            f"policy.generation.temperature={settings.logprob_temperature} gives tokens no logprob to train with; set "
-            "it above 0."
-        )
-
-
 class DTensorBackend:
     """See `PolicyBackend`.
 
@@ -86,11 +70,12 @@ class DTensorBackend:
     """
 
     def __init__(self, settings: PolicySettings, process: ProcessInfo) -> None:
-        check_settings(settings)
+        problems = [one_worker_problem(settings, process.world_size), *(rule(settings) for rule in POLICY_RULES)]
+        for problem in problems:
+            if problem is not None:
+                raise ConfigError(problem)
         check_model_folder(settings.model_name)
         self._settings = settings
-        if (problem := one_worker_problem(settings, process.world_size)) is not None:
-            raise ConfigError(problem)
         self._device = torch.device(process.device)
         self._compute_dtype = compute_dtype(settings.precision)
         self._teacher_head: TeacherHead | None = None
@@ -110,7 +95,7 @@ class DTensorBackend:
         self._parameters, self._lora = self._built.parameters, self._built.lora
         self._rank_info, self._dp_group = self._built.rank_info, self._built.dp_group
         if settings.optimizer is None:
-            raise ConfigError("policy.optimizer is null, but the DTensor backend has no other; set name and kwargs.")
+            raise ConfigError(torch_optim.NO_OPTIMIZER)
         self._activations: ActivationOffloading | None = None
         if (limit_bytes := self.activation_host_bytes()) > 0:
             self._activations = ActivationOffloading(limit_bytes, self._device)

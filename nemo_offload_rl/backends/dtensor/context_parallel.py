@@ -76,17 +76,18 @@ def context_attention(
         start, end = index * length, (index + 1) * length
         first = 0 if sliding_window is None else max(0, start + 1 - sliding_window)
         keys, values = key_BKSD[:, :, first:end], value_BKSD[:, :, first:end]
-        mask = _seen(length, end - first, sliding_window, query.device)
+        if sliding_window is None and query.device.type == "cuda":
+            mask = causal_lower_right(length, end)  # which kernels of a GPU know
+        else:
+            mask = seen_keys(length, end - first, sliding_window, query.device)
         attended.append(
             F.scaled_dot_product_attention(piece, keys, values, attn_mask=mask, dropout_p=dropout, scale=scaling)
         )
     return torch.cat(attended, dim=2).transpose(1, 2).contiguous(), None
 
 
-def _seen(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Which keys the queries see, whose own are the last: in words that kernels of a GPU know, or as a matrix."""
-    if window is None and device.type == "cuda":
-        return causal_lower_right(num_queries, num_keys)
+def seen_keys(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """[Q, K] bool: which keys the queries see, whose own are the last."""
     before = num_keys - num_queries
     seen_QK = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(before)
     return seen_QK if window is None else seen_QK.triu(before - window + 1)

@@ -27,6 +27,7 @@ REFUSALS = (TypeError, ValueError, RuntimeError, AssertionError, AttributeError,
 # How a step is computed, not what: tried only where the run has the device that they need.
 _IMPLEMENTATIONS = ("capturable", "foreach", "fused")
 _NO_DECAY = {"weight_decay": 0.0}
+NO_OPTIMIZER = "policy.optimizer is null, but the DTensor backend has no other; set policy.optimizer.name and kwargs"
 
 type NamedParameters = Iterable[tuple[str, nn.Parameter]]
 

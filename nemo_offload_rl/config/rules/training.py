@@ -21,6 +21,7 @@ from nemo_offload_rl.algorithms.metric_names import (
     metric_problem,
 )
 from nemo_offload_rl.backends.dtensor.learning_rate import try_schedule
+from nemo_offload_rl.backends.dtensor.torch_optim import NO_OPTIMIZER
 from nemo_offload_rl.config.rules.base import spec_of_optimizer
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.grpo import needs_prev_logprobs
@@ -38,7 +39,7 @@ def optimizer_can_train(cfg: RunConfig) -> str | None:
     if not cfg.policy.dtensor_cfg.enabled:
         return None
     if optimizer is None:
-        return "policy.optimizer is null, but the DTensor backend has no other; set policy.optimizer.name and kwargs"
+        return NO_OPTIMIZER
     problem = _call_problem("policy.optimizer", optimizer.name, optimizer.kwargs, Optimizer)
     return problem or _refusal(lambda: spec_of_optimizer(cfg))
 

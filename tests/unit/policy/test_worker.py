@@ -499,7 +499,6 @@ def test_a_batch_that_is_no_whole_global_batch_is_refused(make_worker, folders):
         ({"context_parallel_size": 2, "expert_parallel_size": 2}, "both together are not available"),
         ({"enabled": False}, "dtensor_cfg.enabled"),
         ({"precision": "int8"}, "precision=int8"),
-        ({"logprob_temperature": 0.0}, "temperature=0.0"),
         ({"tensor_parallel_size": 3}, "does not divide the 4 attention heads"),
         ({"tensor_parallel_size": 2}, "does not divide the 1 policy workers"),
         ({"hf_config_overrides": {"rope_thetta": 1}}, "rope_thetta"),
