@@ -69,7 +69,7 @@ class UserCode:
         return f"{self.key} {self.target or getattr(self.value, '__qualname__', type(self.value).__name__)}"
 
     def by_value(self) -> UserCode:
-        """The same for any process of any host: pickled with the user's modules in it."""
+        """A copy for any process of any host, pickled with the user's modules."""
         return replace(self, is_by_value=True)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -142,7 +142,7 @@ class ExamplePair:
 
     @property
     def loss_multiplier(self) -> float:
-        """The same for both sequences."""
+        """See `Example`; equal for both sequences."""
         return self.chosen.loss_multiplier
 
     @property

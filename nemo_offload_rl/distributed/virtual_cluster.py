@@ -125,7 +125,7 @@ class VirtualCluster:
         if self._slots[0].node_id == ray.get_runtime_context().get_node_id():
             address, port = ray.util.get_node_ip_address(), find_free_port(*search)
         else:
-            # On the slot's host, not in the slot, all of which a worker may have.
+            # On the slot's host but outside of the slot, which a worker may fill.
             there = NodeAffinitySchedulingStrategy(self._slots[0].node_id, soft=False)
             find = ray.remote(lambda: (ray.util.get_node_ip_address(), find_free_port(*search)))
             address, port = _answer_of_host(find.options(num_cpus=0, scheduling_strategy=there).remote())
@@ -242,7 +242,7 @@ def _stop_signals_blocked() -> Iterator[None]:
 
 @contextmanager
 def _handling(numbers: Sequence[int], handler: Any) -> Iterator[None]:
-    """Handle signals in the block; outside of the main thread, which alone may, do nothing."""
+    """Handle signals in the block; does nothing outside of the main thread, since only that one may."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

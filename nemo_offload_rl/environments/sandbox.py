@@ -108,7 +108,7 @@ def run_python(
 
 @contextmanager
 def _started() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """The process, and the end of its control pipe that is read; killed and gone afterwards, whatever happens."""
+    """The process, and the read end of its control pipe; after the block the process is dead in any case."""
     with ExitStack() as stack:
         control, theirs = os.pipe()
         stack.callback(os.close, control)

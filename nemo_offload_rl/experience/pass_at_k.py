@@ -25,7 +25,7 @@ def pass_at_k(num_correct: Sequence[int], num_scored: Sequence[int], k: int) -> 
     Args:
         num_correct: Correct responses to each prompt.
         num_scored: Scored responses to each.
-        k: Responses of which one has to be correct.
+        k: Number of responses, at least one of them correct.
     """
     pairs = [(correct, scored) for correct, scored in zip(num_correct, num_scored, strict=True) if scored >= k]
     if not pairs:

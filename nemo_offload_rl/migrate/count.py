@@ -59,7 +59,7 @@ class Count:
         return len(self.loaded) + len(self.stopped)
 
     def render(self) -> str:
-        """The numbers, and each reason with the files that it stops and those that it stops alone."""
+        """The numbers of files, and for each reason the number of files that it stops, in all and alone."""
         reasons = Counter(reason for reasons in self.stopped.values() for reason in reasons)
         alone = Counter(reasons[0] for reasons in self.stopped.values() if len(reasons) == 1)
         lines = [

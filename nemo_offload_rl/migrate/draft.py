@@ -48,14 +48,14 @@ class Draft:
         return at(self.theirs, path, ABSENT.get(path, default))
 
     def number(self, path: str, default: float | None = None) -> Any:
-        """Their value, a number or with a default of None null; anything else raises `ConfigError`."""
+        """Their value, which must be a number, or null if `default` is None; others raise `ConfigError`."""
         value = self.get(path, default)
         if (isinstance(value, int | float) and not isinstance(value, bool)) or (value is None and default is None):
             return value
         raise ConfigError(f"{path}: given {value!r}, wanted a number; correct it in NeMo-RL's file")
 
     def section(self, path: str) -> Mapping[str, Any]:
-        """Their section, empty if it is null or left out; anything else raises `ConfigError`."""
+        """Their section, empty if it is null or left out; other values raise `ConfigError`."""
         value = self.get(path)
         if value is None:
             return {}

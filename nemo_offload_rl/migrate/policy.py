@@ -187,7 +187,7 @@ def _adapters(draft: Draft) -> None:
     target, every = f"{section}.target_modules", f"{section}.match_all_linear"
     if not draft.get(f"{section}.enabled") or (draft.get(target) and not draft.get(every, False)):
         return
-    # Automodel: all linear layers, the output layer too; or but those that are excluded; or, with no word, "*_proj".
+    # Automodel: all linear layers with the output layer, or all except excluded ones; without any key, "*_proj".
     named = ["*"] if draft.get(every, False) or draft.get(f"{section}.exclude_modules") else ["*_proj"]
     draft.convert(target, named, "the layers that Automodel takes, the output layer among them")
     draft.convert(every, False, "leaves the output layer out here")
