@@ -25,9 +25,8 @@ from nemo_offload_rl.algorithms.user_code import GrpoCode
 from nemo_offload_rl.data.loader import LookaheadLoader
 from nemo_offload_rl.data.records import Prompt
 from nemo_offload_rl.experience.types import RolloutBatch
-from nemo_offload_rl.keys.async_grpo import AsyncGrpoConfig
 from nemo_offload_rl.keys.generation import GenerationConfig
-from nemo_offload_rl.keys.grpo import ClippedPGLossConfig, GrpoSectionConfig
+from nemo_offload_rl.keys.grpo import AsyncGrpoConfig, ClippedPGLossConfig, GrpoSectionConfig
 from nemo_offload_rl.utils.logger import RunLogger
 from nemo_offload_rl.utils.progress import RunProgress
 from nemo_offload_rl.utils.timer import TOTAL, PhaseTimer, timing_metrics

@@ -2,19 +2,15 @@
 
 Run `python -m nemo_offload_rl.config.reference [--check]` in the repository root.
 
-Texts and types come from the sections, defaults from the exemplar of each kind of run (interpolations as they are
-written there), rules from the docstrings of the rule functions.
+Texts, types and defaults come from the sections, rules from the docstrings of the rule functions.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
-
-from omegaconf import OmegaConf
 
 from nemo_offload_rl.config.keys import KeyDoc, known_keys, walk_keys
 from nemo_offload_rl.config.rules import DISTILLATION_RULES, DPO_RULES, GRPO_RULES, SFT_RULES
@@ -29,7 +25,6 @@ from nemo_offload_rl.keys.master import (
     SftMasterConfig,
 )
 from nemo_offload_rl.utils.cli import run_main
-from nemo_offload_rl.utils.config import load_unresolved
 
 CONFIGS = Path("examples/configs")
 TARGET = Path("docs/reference/configuration.md")
@@ -37,7 +32,7 @@ TARGET = Path("docs/reference/configuration.md")
 _HEAD = """\
 # Configuration
 
-<!-- Written by `python -m nemo_offload_rl.config.reference`; change the sections or the exemplar. -->
+<!-- Written by `python -m nemo_offload_rl.config.reference`; change the sections. -->
 
 A run is configured by one YAML file and overrides on the command line:
 
@@ -53,8 +48,11 @@ python examples/run_grpo.py --config examples/configs/grpo_arithmetic_cpu.yaml g
 - An unknown key is an error that names the nearest known one.
 
 The tables below give every key: those of a GRPO run first, then what is different for [distillation](#distillation),
-[SFT](#sft), [DPO](#dpo) and an [evaluation](#evaluation). The default is what the exemplar sets: `grpo_math_1B.yaml`,
-`distillation_math.yaml`, `sft.yaml`, `dpo.yaml` or `eval.yaml` in `examples/configs`; code has no defaults.
+[SFT](#sft), [DPO](#dpo) and an [evaluation](#evaluation). A file may leave out a key with a default, and a section
+whose keys all have one. It has to set a key that is *required*. Where the default is empty, the meaning says what
+leaving the key out does. The exemplars `grpo_math_1B.yaml`, `distillation_math.yaml`, `sft.yaml`, `dpo.yaml` and
+`eval.yaml` in `examples/configs` set every key; to begin with one, write `defaults: grpo_math_1B.yaml` (from any
+folder).
 """
 
 _SUPERVISED = """\
@@ -107,7 +105,6 @@ def render() -> str:
 
 def _sections(schema: type, only: Sequence[str] = (), heading: str = "##") -> list[str]:
     """Heading, text and tables of each section; `only` selects sections of the top level, () selects all."""
-    defaults = OmegaConf.to_container(load_unresolved(CONFIGS / EXEMPLARS[schema]), resolve=False)
     keys = list(walk_keys(schema))
     lines: list[str] = []
     for section in [key for key in keys if key.is_section]:
@@ -120,14 +117,12 @@ def _sections(schema: type, only: Sequence[str] = (), heading: str = "##") -> li
         for variant in variants:
             if len(variants) > 1:
                 lines += [f"With `dataset_name: {variant}`:", ""]
-            lines += _table(
-                (key for key in own if key.variant == variant and (not key.is_section or _is_repeated(key))), defaults
-            )
+            lines += _table(key for key in own if key.variant == variant and (not key.is_section or _is_repeated(key)))
     return lines
 
 
 def _is_repeated(section: KeyDoc) -> bool:
-    """What takes the keys of `data.train`: one row instead of its tables again."""
+    """Tell a section with the keys of `data.train`: it gets one row instead of the tables again."""
     return section.path == "data.validation" or ".datasets" in section.path
 
 
@@ -135,25 +130,18 @@ def _parent(path: str) -> str:
     return path.rpartition(".")[0]
 
 
-def _table(keys: Iterable[KeyDoc], defaults: Any) -> list[str]:
-    rows = [
-        f"| `{key.path}` | {_cell(key.values)} | {_default(key.path, defaults)} | {_cell(key.description)} |"
-        for key in keys
-    ]
+def _table(keys: Iterable[KeyDoc]) -> list[str]:
+    rows = [f"| `{key.path}` | {_cell(key.values)} | {_default(key)} | {_cell(key.description)} |" for key in keys]
     if not rows:
         return []
     return ["| key | values | default | meaning |", "|---|---|---|---|", *rows, ""]
 
 
-def _default(path: str, defaults: Any) -> str:
-    value: Any = defaults
-    for part in path.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            return ""
-        value = value[part]
-    if isinstance(value, str):
-        return f"`{_cell(value)}`"
-    return f"`{_cell(json.dumps(value))}`"
+def _default(key: KeyDoc) -> str:
+    if not key.default:
+        return "*required*" if key.is_required else ""
+    value = key.default[0]
+    return f"`{_cell(value if isinstance(value, str) else json.dumps(value))}`"
 
 
 def _cell(text: str | None) -> str:

@@ -46,7 +46,7 @@ def validate_keys[Config](raw: Mapping[str, Any], schema: type[Config]) -> Confi
 
 
 def missing_key_message(schema: type, raw: Mapping[str, Any], path: str, value: Any) -> str:
-    """What to say of an override of a key that the configuration does not have.
+    """Compose the message on an override of a key that the configuration does not have.
 
     Args:
         schema: As for `validate_keys`.
@@ -126,6 +126,24 @@ def _takes(schema: type, raw: Mapping[str, Any] | None, path: str) -> bool:
 
 def _with_value(raw: Mapping[str, Any], path: str, value: Any) -> Mapping[str, Any] | None:
     """A copy of nested dictionaries and lists with a value; None where its section cannot have keys."""
+    changed, section, leaf = _copied(raw, path, makes_sections=True)
+    if section is None:
+        return None
+    section[leaf] = value
+    return changed
+
+
+def _without(raw: Mapping[str, Any], path: str) -> Mapping[str, Any]:
+    changed, section, leaf = _copied(raw, path, makes_sections=False)
+    if section is not None:
+        section.pop(leaf, None)
+    return changed
+
+
+def _copied(
+    raw: Mapping[str, Any], path: str, *, makes_sections: bool
+) -> tuple[dict[str, Any], dict[str, Any] | None, str]:
+    """A copy, the section of the key in it if there is one, and the name of the key in that section."""
     changed = copy.deepcopy(dict(raw))
     node: Any = changed
     *parents, leaf = path.split(".")
@@ -133,25 +151,10 @@ def _with_value(raw: Mapping[str, Any], path: str, value: Any) -> Mapping[str, A
         if isinstance(node, list) and part.isdigit() and int(part) < len(node):
             node = node[int(part)]
         elif isinstance(node, dict):
-            node = node.setdefault(part, {})
+            node = node.setdefault(part, {}) if makes_sections else node.get(part)
         else:
-            return None
-    if not isinstance(node, dict):
-        return None
-    node[leaf] = value
-    return changed
-
-
-def _without(raw: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-    changed = copy.deepcopy(dict(raw))
-    node: Any = changed
-    *parents, leaf = path.split(".")
-    for part in parents:
-        inside = node[int(part)] if isinstance(node, list) and part.isdigit() and int(part) < len(node) else None
-        node = node[part] if isinstance(node, dict) and part in node else inside
-    if isinstance(node, dict):
-        node.pop(leaf, None)
-    return changed
+            return changed, None, leaf
+    return changed, node if isinstance(node, dict) else None, leaf
 
 
 def _written(raw: Any, error: ErrorDetails) -> Any:

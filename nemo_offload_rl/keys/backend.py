@@ -1,4 +1,4 @@
-"""What a training backend's section of the YAML says of the backend. Loads neither torch nor a model library."""
+"""The protocol of a training backend's section of the YAML. Loads neither torch nor a model library."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class BackendConfig(Protocol):
 
     @property
     def worker_env_vars(self) -> Mapping[str, str]:
-        """What the environment of a worker has before anything is imported there."""
+        """Environment variables that a worker has before anything is imported there."""
         ...
 
     def without_streaming(self) -> Self:

@@ -16,7 +16,7 @@ from nemo_offload_rl.keys.published import (
     PublishedPairsConfig,
     SquadConfig,
 )
-from nemo_offload_rl.keys.section import doc, section
+from nemo_offload_rl.keys.section import doc, section, value_of
 
 
 @section
@@ -143,8 +143,8 @@ class DataDefaultConfig:
             "Text file with `{}` in place of the problem, and `{{` `}}` for literal braces; null sends the problem "
             "alone."
         ),
-    ]
-    system_prompt_file: Annotated[str | None, doc("Text file with the system message; null for none.")]
+    ] = None
+    system_prompt_file: Annotated[str | None, doc("Text file with the system message; null for none.")] = None
     processor: Annotated[
         str, doc("Function that turns a row into messages: a built-in name, or your own as `path/to/file.py:name`.")
     ]
@@ -170,11 +170,11 @@ class DataConfig:
             "none of its responses, as NeMo-RL does; `drop` removes it; both are counted in `data/overlong_rows`. "
             "`error` names the row and ends the run."
         ),
-    ]
+    ] = "mask"
     add_bos: Annotated[
         bool, doc("Prepend the tokenizer's begin-of-sequence token if it has one and the template does not add it.")
-    ]
-    shuffle: Annotated[bool, doc("Shuffle the training prompts in each epoch.")]
+    ] = True
+    shuffle: Annotated[bool, doc("Shuffle the training prompts in each epoch.")] = True
     train: Annotated[DatasetConfig, doc("Training prompts; `dataset_name` determines the other keys.")]
     validation: Annotated[
         DatasetConfig | None,
@@ -182,7 +182,7 @@ class DataConfig:
             "Validation prompts, with the keys of `data.train`. All rows are used, in addition to those that "
             "`train` holds out; null uses only the latter."
         ),
-    ]
+    ] = None
     default: Annotated[DataDefaultConfig, doc("How rows become prompts.")]
 
 
@@ -194,10 +194,10 @@ class EvalDataConfig:
     overlong_rows: Annotated[
         Literal["drop", "error"],
         doc("How to treat longer prompts: `drop` removes them and logs their number, `error` ends the run."),
-    ]
+    ] = "drop"
     add_bos: Annotated[
         bool, doc("Prepend the tokenizer's begin-of-sequence token if it has one and the template does not add it.")
-    ]
+    ] = True
     validation: Annotated[
         DatasetConfig,
         doc(
@@ -214,10 +214,10 @@ class SftDefaultConfig:
 
     prompt_file: Annotated[
         str | None, doc("Text file with `{}` in place of a row's prompt; null sends the prompt alone.")
-    ]
+    ] = None
     system_prompt_file: Annotated[
         str | None, doc("Text file with the system message for conversations without one; null for none.")
-    ]
+    ] = None
     processor: Annotated[
         str,
         doc(
@@ -233,14 +233,16 @@ class DpoDefaultConfig:
 
     system_prompt_file: Annotated[
         str | None, doc("Text file with the system message for prompts without one; null for none.")
-    ]
+    ] = None
 
 
 @section
 class SupervisedDataKeys:
-    """What the data of SFT and of DPO have in common."""
+    """Keys of the data of SFT and of DPO."""
 
-    max_input_seq_length: Annotated[int, doc("Maximum sequence length in tokens, prompt and response together.", ge=2)]
+    max_input_seq_length: Annotated[
+        int, doc("Maximum sequence length in tokens, prompt and response together.", ge=2)
+    ] = value_of("${policy.max_total_sequence_length}")
     overlong_rows: Annotated[
         Literal["error", "drop", "mask"],
         doc(
@@ -248,11 +250,11 @@ class SupervisedDataKeys:
             "its place, cuts it to a few tokens and excludes it from the loss, as NeMo-RL does. The last two are "
             "counted in `data/overlong_rows`."
         ),
-    ]
+    ] = "error"
     add_bos: Annotated[
         bool, doc("Prepend the tokenizer's begin-of-sequence token if it has one and the template does not add it.")
-    ]
-    add_eos: Annotated[bool, doc("Append the end-of-sequence token if the chat template does not.")]
+    ] = True
+    add_eos: Annotated[bool, doc("Append the end-of-sequence token if the chat template does not.")] = True
     loss_span: Annotated[
         Literal["response", "response_and_end", "message"],
         doc(
@@ -261,8 +263,8 @@ class SupervisedDataKeys:
             "adds what the template writes before the response, such as the speaker's name, as NeMo-RL does without "
             "`add_generation_prompt`."
         ),
-    ]
-    shuffle: Annotated[bool, doc("Shuffle the training data in each epoch.")]
+    ] = "response"
+    shuffle: Annotated[bool, doc("Shuffle the training data in each epoch.")] = True
 
 
 @section
@@ -276,7 +278,7 @@ class SftDataConfig(SupervisedDataKeys):
             "Validation data, with the keys of `data.train`. All rows are used, in addition to those that `train` "
             "holds out; null uses only the latter."
         ),
-    ]
+    ] = None
     default: Annotated[SftDefaultConfig, doc("How rows become conversations.")]
 
 
@@ -291,7 +293,7 @@ class DpoDataConfig(SupervisedDataKeys):
             "Validation data, with the keys of `data.train`. All rows are used, in addition to those that `train` "
             "holds out; null uses only the latter."
         ),
-    ]
+    ] = None
     default: Annotated[DpoDefaultConfig, doc("How rows become pairs.")]
 
 
@@ -303,7 +305,7 @@ BUILT_IN = ("arithmetic", "math")
 class EnvConfig:
     """`env.NAME`: one environment: `arithmetic`, `math`, or with `target` one of your own under any name."""
 
-    num_workers: Annotated[int, doc("Number of processes that score responses; 0 scores in the driver.", ge=0)]
+    num_workers: Annotated[int, doc("Number of processes that score responses; 0 scores in the driver.", ge=0)] = 8
     retry_message: Annotated[
         str | None,
         doc(
@@ -366,5 +368,5 @@ class TokenizerConfig:
             "Jinja chat template, or the path of a `.jinja` file with one; null or `default` for the tokenizer's "
             "own. NeMo-RL's null, which concatenates the messages, has to be given as a template here."
         ),
-    ]
-    chat_template_kwargs: Annotated[dict[str, Any] | None, doc("Arguments for the chat template.")]
+    ] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, doc("Arguments for the chat template.")] = None

@@ -18,8 +18,8 @@ class TaskKeys:
     `config.convert.with_task_keys` fills in what it leaves out; what an algorithm has no use for is None.
     """
 
-    prompt_file: Annotated[str | None, doc("As in `data.default`, for this data set.")] = None
-    system_prompt_file: Annotated[str | None, doc("As in `data.default`, for this data set.")] = None
+    prompt_file: Annotated[str | None, doc("As in `data.default`, for this data set.")] | None = None
+    system_prompt_file: Annotated[str | None, doc("As in `data.default`, for this data set.")] | None = None
     processor: Annotated[str, doc("As in `data.default`, for this data set.")] | None = None
     env_name: Annotated[str, doc("As in `data.default`, for this data set.")] | None = None
 
@@ -32,7 +32,7 @@ def _share_or_count(size: float) -> float:
 
 @section
 class HeldOutKeys:
-    """What a data set keeps aside for validation."""
+    """Rows of a data set that are kept for validation."""
 
     split_validation_size: Annotated[
         float,
@@ -48,7 +48,7 @@ class HeldOutKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class GivenRows:
-    """Beside the keys of a data set: its rows, which a script has given, instead of a file's."""
+    """Rows of a data set that a script has given in place of a file's."""
 
     rows: Sequence[Mapping[str, Any]]
 

@@ -14,30 +14,32 @@ from nemo_offload_rl.keys.section import doc, section
 class DTensorLoraConfig:
     """`policy.dtensor_cfg.lora_cfg`: train low-rank adapters instead of the model's own weights."""
 
-    enabled: Annotated[bool, doc("Use LoRA. The model's weights are frozen; refits and exports send merged weights.")]
+    enabled: Annotated[
+        bool, doc("Use LoRA. The model's weights are frozen; refits and exports send merged weights.")
+    ] = False
     target_modules: Annotated[
         tuple[str, ...],
         doc(
             "Linear layers that get adapters: names such as `q_proj`, or patterns of full names such as "
             "`*.layers.0.*`; `*` is every layer, including the output layer. Empty with `match_all_linear`."
         ),
-    ]
-    exclude_modules: Annotated[tuple[str, ...], doc("Names or patterns of layers that get no adapters.")]
-    match_all_linear: Annotated[bool, doc("Add adapters to every linear layer except the output layer.")]
-    dim: Annotated[int, doc("Rank of the adapters.", ge=1)]
-    alpha: Annotated[int, doc("Adapter outputs are scaled by alpha / dim.", ge=1)]
-    dropout: Annotated[float, doc("Dropout probability of an adapter's inputs in training.", ge=0, lt=1)]
+    ] = ()
+    exclude_modules: Annotated[tuple[str, ...], doc("Names or patterns of layers that get no adapters.")] = ()
+    match_all_linear: Annotated[bool, doc("Add adapters to every linear layer except the output layer.")] = True
+    dim: Annotated[int, doc("Rank of the adapters.", ge=1)] = 8
+    alpha: Annotated[int, doc("Adapter outputs are scaled by alpha / dim.", ge=1)] = 32
+    dropout: Annotated[float, doc("Dropout probability of an adapter's inputs in training.", ge=0, lt=1)] = 0.0
     lora_A_init: Annotated[
         Literal["xavier", "uniform"], doc("Initialization of A: Xavier normal, or peft's uniform. B starts at zero.")
-    ]
+    ] = "xavier"
 
 
 @section
 class DTensorConfig:
     """`policy.dtensor_cfg`: FSDP2 and DTensor tensor parallelism on Hugging Face models."""
 
-    enabled: Annotated[bool, doc("Use this backend. Exactly one of dtensor_cfg and megatron_cfg is enabled.")]
-    tensor_parallel_size: Annotated[int, doc("Devices that each layer is sharded over.", ge=1)]
+    enabled: Annotated[bool, doc("Use this backend. Exactly one of dtensor_cfg and megatron_cfg is enabled.")] = True
+    tensor_parallel_size: Annotated[int, doc("Devices that each layer is sharded over.", ge=1)] = 1
     context_parallel_size: Annotated[
         int,
         doc(
@@ -46,7 +48,7 @@ class DTensorConfig:
             "`expert_parallel_size` above 1.",
             ge=1,
         ),
-    ]
+    ] = 1
     expert_parallel_size: Annotated[
         int,
         doc(
@@ -55,32 +57,32 @@ class DTensorConfig:
             "`tensor_parallel_size` 1.",
             ge=1,
         ),
-    ]
+    ] = 1
     sequence_parallel: Annotated[
         bool,
         doc(
             "Also shard norms, dropout and the residual stream along the sequence, with the same results: fewer "
             "activations per device. Needs `tensor_parallel_size` above 1."
         ),
-    ]
+    ] = False
     activation_checkpointing: Annotated[
         bool, doc("Recompute activations in the backward pass instead of keeping them.")
-    ]
+    ] = False
     activation_offload: Annotated[
         bool,
         doc(
             "Offload the inputs of recomputed layers to the host, and prefetch them in time for the backward pass. "
             "Needs `activation_checkpointing` and `tensor_parallel_size` 1."
         ),
-    ]
+    ] = False
     activation_offload_fraction: Annotated[
         float,
         doc("Only 1.0 with `activation_offload`: the inputs of all layers but the last are offloaded.", gt=0, le=1),
-    ]
+    ] = 1.0
     activation_offload_host_limit_gib: Annotated[
         float,
         doc("Pinned host memory in GiB per worker for these inputs; what does not fit stays on the device.", gt=0),
-    ]
+    ] = 64.0
     torch_compile: Annotated[
         bool,
         doc(
@@ -88,7 +90,7 @@ class DTensorConfig:
             "(cached on disk between runs). Needs `tensor_parallel_size` 1. No effect on CPU or on layers with "
             "experts."
         ),
-    ]
+    ] = True
     cpu_offload: Annotated[
         bool,
         doc(
@@ -98,7 +100,7 @@ class DTensorConfig:
             "copied once in each direction; with `activation_offload`, once per micro-batch. Needs "
             "`activation_checkpointing`, no dropout and one policy worker; without `lora_cfg`."
         ),
-    ]
+    ] = False
     offload_optimizer_states: Annotated[
         bool,
         doc(
@@ -106,13 +108,13 @@ class DTensorConfig:
             "preceding micro-batches if there is room, and offloaded during the next forward pass. The update runs "
             "on the device."
         ),
-    ]
+    ] = False
     offload_optimizer_states_fraction: Annotated[
         float,
         doc(
             "Fraction of those states to offload, with `offload_optimizer_states`; the rest stays resident.", gt=0, le=1
         ),
-    ]
+    ] = 1.0
     offload_optimizer_states_chunk_mib: Annotated[
         float | None,
         doc(
@@ -121,7 +123,7 @@ class DTensorConfig:
             "needs room for all states.",
             gt=0,
         ),
-    ]
+    ] = None
     lora_cfg: Annotated[DTensorLoraConfig, doc("Low-rank adapters (LoRA).")]
 
     @property

@@ -1,4 +1,4 @@
-"""What an engine is told: its section of the YAML, and what it needs from elsewhere."""
+"""Settings of an engine: its section of the YAML, and values from other sections."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nemo_offload_rl.keys.generation import VllmConfig
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointSettings:
-    """What an engine serves over HTTP, and to whom.
+    """Settings of an engine's HTTP endpoint.
 
     Attributes:
         listening: Of the first engine; engine i has the port i further on, where it is not any.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from nemo_offload_rl.keys.generation import SamplingSettings, VllmConfig
-from nemo_offload_rl.keys.section import doc, section
+from nemo_offload_rl.keys.section import doc, section, value_of
 
 
 @section
@@ -19,30 +20,32 @@ class EvalSectionConfig:
             "also the probability that the majority answer of k responses is correct; the environment must report "
             "the answer that it extracted."
         ),
-    ]
-    num_tests_per_prompt: Annotated[int, doc("Responses per prompt.", ge=1)]
-    k_value: Annotated[int, doc("The k of the score; powers of two up to num_tests_per_prompt are reported too.", ge=1)]
+    ] = "pass@k"
+    num_tests_per_prompt: Annotated[int, doc("Responses per prompt.", ge=1)] = 1
+    k_value: Annotated[
+        int, doc("The k of the score; powers of two up to num_tests_per_prompt are reported too.", ge=1)
+    ] = 1
     greedy: Annotated[
         bool, doc("Also generate one greedy response per prompt, for `accuracy_greedy`, if the others are sampled.")
-    ]
+    ] = False
     max_samples: Annotated[
         int | None, doc("Maximum number of prompts, taken in order from each data set in turn; null for all.", ge=1)
-    ]
-    seed: Annotated[int, doc("Seed for sampling.", ge=0)]
+    ] = None
+    seed: Annotated[int, doc("Seed for sampling.", ge=0)] = 42
     save_path: Annotated[
         str | None,
         doc(
             "Folder for results.json, responses.jsonl and the page index.html, which are overwritten; null writes "
             "nothing."
         ),
-    ]
+    ] = "runs/eval"
 
 
 @section
 class EvalGenerationConfig:
     """`generation`: the model, and how it responds."""
 
-    backend: Annotated[Literal["vllm"], doc("The inference engine.")]
+    backend: Annotated[Literal["vllm"], doc("The inference engine.")] = "vllm"
     model_name: Annotated[
         str,
         doc(
@@ -51,21 +54,27 @@ class EvalGenerationConfig:
             min_length=1,
         ),
     ]
-    hf_config_overrides: Annotated[dict[str, Any], doc("Values that override those of the model's config.json.")]
-    max_new_tokens: Annotated[int, doc("Maximum response length in tokens.", ge=1)]
-    temperature: Annotated[float, doc("Sampling temperature; 0 is greedy, for one response per prompt.", ge=0)]
-    top_p: Annotated[float, doc("Nucleus sampling: probability mass to keep.", gt=0, le=1)]
-    top_k: Annotated[int | None, doc("Sample from this many of the most likely tokens; null for all.", ge=1)]
+    hf_config_overrides: Annotated[dict[str, Any], doc("Values that override those of the model's config.json.")] = (
+        field(default_factory=dict[str, Any])
+    )
+    max_new_tokens: Annotated[int, doc("Maximum response length in tokens.", ge=1)] = value_of(
+        "${generation.vllm_cfg.max_model_len}"
+    )
+    temperature: Annotated[float, doc("Sampling temperature; 0 is greedy, for one response per prompt.", ge=0)] = 0.0
+    top_p: Annotated[float, doc("Nucleus sampling: probability mass to keep.", gt=0, le=1)] = 1.0
+    top_k: Annotated[int | None, doc("Sample from this many of the most likely tokens; null for all.", ge=1)] = None
     stop_token_ids: Annotated[
         tuple[int, ...] | None,
         doc("Token ids that end a response, in addition to the tokenizer's end-of-sequence token."),
-    ]
-    stop_strings: Annotated[tuple[str, ...] | None, doc("Strings that end a response.")]
+    ] = None
+    stop_strings: Annotated[tuple[str, ...] | None, doc("Strings that end a response.")] = None
     num_prompts_per_step: Annotated[
         int | None, doc("Prompts to generate for and score at a time; null for all at once.", ge=1)
-    ]
+    ] = None
     vllm_cfg: Annotated[VllmConfig, doc("The vLLM engine.")]
-    vllm_kwargs: Annotated[dict[str, Any], doc("Further arguments of `vllm.LLM`, as in `policy.generation`.")]
+    vllm_kwargs: Annotated[dict[str, Any], doc("Further arguments of `vllm.LLM`, as in `policy.generation`.")] = field(
+        default_factory=dict[str, Any]
+    )
 
     def sampling(self, *, greedy: bool) -> SamplingSettings:
         """As the keys say, or greedy."""

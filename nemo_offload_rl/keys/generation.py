@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from nemo_offload_rl.keys.section import doc, section
+from nemo_offload_rl.keys.section import doc, section, value_of
 
 SERVING_CHAT_KWARGS = ("enable_auto_tools", "tool_parser", "reasoning_parser")
 
@@ -14,29 +14,29 @@ SERVING_CHAT_KWARGS = ("enable_auto_tools", "tool_parser", "reasoning_parser")
 class VllmConfig:
     """`policy.generation.vllm_cfg`: one vLLM engine."""
 
-    async_engine: Annotated[bool, doc("Use vLLM's asynchronous engine.")]
+    async_engine: Annotated[bool, doc("Use vLLM's asynchronous engine.")] = False
     precision: Annotated[Literal["float32", "bfloat16", "float16"], doc("Type of the engine's weights and compute.")]
-    kv_cache_dtype: Annotated[Literal["auto", "fp8"], doc("Type of the KV cache; `auto` is `precision`.")]
-    tensor_parallel_size: Annotated[int, doc("Devices that one engine is sharded over.", ge=1)]
+    kv_cache_dtype: Annotated[Literal["auto", "fp8"], doc("Type of the KV cache; `auto` is `precision`.")] = "auto"
+    tensor_parallel_size: Annotated[int, doc("Devices that one engine is sharded over.", ge=1)] = 1
     gpu_memory_utilization: Annotated[
         float, doc("Fraction of the GPU's memory that the engine may use while awake.", gt=0, lt=1)
-    ]
+    ] = 0.6
     kv_cache_memory_gib: Annotated[
         float | None, doc("Fixed size of the KV cache in GiB, instead of that fraction; needed on CPU.", gt=0)
-    ]
+    ] = None
     enable_sleep_mode: Annotated[
         bool,
         doc(
             "Release the engine's memory between generations. false keeps it resident for the whole run, training "
             "included, and the policy is not offloaded for generation: for GPUs that hold both."
         ),
-    ]
+    ] = True
     max_model_len: Annotated[
         int, doc("Maximum length of prompt plus response in tokens; the engine ends every response there.", ge=2)
     ]
     enforce_eager: Annotated[
         bool, doc("Disable CUDA graphs: slower generation, faster startup. A CPU has none, whatever the key says.")
-    ]
+    ] = False
     per_request_seeds: Annotated[
         bool,
         doc(
@@ -45,7 +45,7 @@ class VllmConfig:
             "row in this mode, which took no longer with 512 concurrent responses. false samples all responses from "
             "one generator of the engine, seeded with `grpo.seed`."
         ),
-    ]
+    ] = True
     max_restarts: Annotated[
         int,
         doc(
@@ -53,7 +53,7 @@ class VllmConfig:
             "interrupted generation is repeated. 0 ends the run at the first failure.",
             ge=0,
         ),
-    ]
+    ] = 0
     expose_http_server: Annotated[
         bool,
         doc(
@@ -96,8 +96,8 @@ class ColocatedResourcesConfig:
             "GPUs (on CPU: workers) per node for generation, in addition to those of `cluster`; null when colocated.",
             ge=1,
         ),
-    ]
-    num_nodes: Annotated[int | None, doc("Nodes for generation; null when colocated.", ge=1)]
+    ] = None
+    num_nodes: Annotated[int | None, doc("Nodes for generation; null when colocated.", ge=1)] = None
 
 
 @section
@@ -110,7 +110,7 @@ class ColocatedConfig:
             "Engine and trainer take turns on the same devices. false gives each its own, and nothing is offloaded "
             "for generation."
         ),
-    ]
+    ] = True
     resources: Annotated[ColocatedResourcesConfig, doc("Devices of the engines when not colocated.")]
 
 
@@ -118,12 +118,12 @@ class ColocatedConfig:
 class GenerationConfig:
     """`policy.generation`: how responses are sampled, and by which engine."""
 
-    backend: Annotated[Literal["vllm"], doc("The inference engine.")]
+    backend: Annotated[Literal["vllm"], doc("The inference engine.")] = "vllm"
     max_new_tokens: Annotated[
         int,
         doc("Maximum response length in tokens; after a long prompt, `vllm_cfg.max_model_len` ends it earlier.", ge=1),
     ]
-    temperature: Annotated[float, doc("Sampling temperature of rollouts; 0 is greedy.", ge=0)]
+    temperature: Annotated[float, doc("Sampling temperature of rollouts; 0 is greedy.", ge=0)] = 1.0
     top_p: Annotated[
         float,
         doc(
@@ -133,19 +133,19 @@ class GenerationConfig:
             gt=0,
             le=1,
         ),
-    ]
+    ] = 1.0
     top_k: Annotated[
         int | None,
         doc("Sample from this many of the most likely tokens; null for all. Logprobs: see `top_p`.", ge=1),
-    ]
-    val_temperature: Annotated[float, doc("`temperature` for validation.", ge=0)]
-    val_top_p: Annotated[float, doc("`top_p` for validation.", gt=0, le=1)]
-    val_top_k: Annotated[int | None, doc("`top_k` for validation.", ge=1)]
+    ] = None
+    val_temperature: Annotated[float, doc("`temperature` for validation.", ge=0)] = value_of("${.temperature}")
+    val_top_p: Annotated[float, doc("`top_p` for validation.", gt=0, le=1)] = value_of("${.top_p}")
+    val_top_k: Annotated[int | None, doc("`top_k` for validation.", ge=1)] = value_of("${.top_k}")
     stop_token_ids: Annotated[
         tuple[int, ...] | None,
         doc("Token ids that end a response, in addition to the tokenizer's end-of-sequence token."),
-    ]
-    stop_strings: Annotated[tuple[str, ...] | None, doc("Strings that end a response.")]
+    ] = None
+    stop_strings: Annotated[tuple[str, ...] | None, doc("Strings that end a response.")] = None
     vllm_cfg: Annotated[VllmConfig, doc("The vLLM engine.")]
     vllm_kwargs: Annotated[
         dict[str, Any],
@@ -153,7 +153,7 @@ class GenerationConfig:
             "Further arguments of `vllm.LLM` that affect its speed or what it reports. Arguments that change the "
             "model, its placement or the sampling are rejected with the reason."
         ),
-    ]
+    ] = field(default_factory=dict[str, Any])
     colocated: Annotated[ColocatedConfig, doc("Where the engines run.")]
 
     @property

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Protocol
 
-from nemo_offload_rl.keys.async_grpo import AsyncGrpoConfig
-from nemo_offload_rl.keys.section import doc, section
+from nemo_offload_rl.keys.section import doc, section, value_of
 
 
 @section
 class RewardShapingConfig:
     """`grpo.reward_shaping`: a soft length penalty (DAPO, arXiv 2503.14476, equation 13), or one for cut responses."""
 
-    enabled: Annotated[bool, doc("Lower the reward of responses that approach the length limit or were truncated.")]
+    enabled: Annotated[bool, doc("Lower the reward of responses that approach the length limit or were truncated.")] = (
+        False
+    )
     overlong_buffer_length: Annotated[
         int, doc("Tokens before `max_response_length` over which the penalty grows from 0 to its full value.", ge=1)
-    ]
-    overlong_buffer_penalty: Annotated[float, doc("Penalty of a response as long as `max_response_length`.", ge=0)]
-    max_response_length: Annotated[int, doc("Length limit for the penalty, in tokens.", ge=1)]
+    ] = 128
+    overlong_buffer_penalty: Annotated[float, doc("Penalty of a response as long as `max_response_length`.", ge=0)] = 1
+    max_response_length: Annotated[int, doc("Length limit for the penalty, in tokens.", ge=1)] = value_of(
+        "${policy.generation.max_new_tokens}"
+    )
     stop_properly_penalty_coef: Annotated[
         float | None,
         doc(
@@ -34,11 +37,11 @@ class RewardShapingConfig:
 class RewardScalingConfig:
     """`grpo.reward_scaling`: a linear map of rewards, clipped at both ends."""
 
-    enabled: Annotated[bool, doc("Map rewards from the source range to the target range.")]
-    source_min: Annotated[float, doc("Reward mapped to `target_min`; lower rewards are clipped.")]
-    source_max: Annotated[float, doc("Reward mapped to `target_max`; higher rewards are clipped.")]
-    target_min: Annotated[float, doc("Lower end of the mapped reward.")]
-    target_max: Annotated[float, doc("Upper end of the mapped reward.")]
+    enabled: Annotated[bool, doc("Map rewards from the source range to the target range.")] = False
+    source_min: Annotated[float, doc("Reward mapped to `target_min`; lower rewards are clipped.")] = 0.0
+    source_max: Annotated[float, doc("Reward mapped to `target_max`; higher rewards are clipped.")] = 1.0
+    target_min: Annotated[float, doc("Lower end of the mapped reward.")] = 0.0
+    target_max: Annotated[float, doc("Upper end of the mapped reward.")] = 1.0
 
 
 @section
@@ -53,11 +56,11 @@ class AdvEstimatorConfig:
             "such as each of several functions, and normalizes their weighted sum over the step. "
             "`reinforce_plus_plus` (arXiv 2501.03262) normalizes over all tokens of the step and ignores both keys."
         ),
-    ]
+    ] = "grpo"
     minus_baseline: Annotated[
         bool,
         doc("For `reinforce_plus_plus`: subtract the group's mean reward first; ignored by the others."),
-    ]
+    ] = True
     reward_weights: Annotated[
         tuple[float, ...] | None,
         doc(
@@ -86,7 +89,7 @@ class RolloutFilterConfig:
             "returns a list that says whether to train on each; null trains on all. The rewards of all of them "
             "count in advantages and metrics."
         ),
-    ]
+    ] = None
     kwargs: Annotated[dict[str, Any] | None, doc("Its further arguments; null or omitted: none.")] = None
 
 
@@ -102,7 +105,7 @@ class RolloutStopConfig:
             "with that score, False continues. Called after each turn that another could follow, also in "
             "validation; agents end their own rollouts. null ends none."
         ),
-    ]
+    ] = None
     kwargs: Annotated[dict[str, Any] | None, doc("Its further arguments; null or omitted: none.")] = None
 
 
@@ -116,7 +119,7 @@ class OwnLossConfig:
             "Function `(logprobs, batch, norm)` that replaces the algorithm's loss "
             "(docs/guides/your-own-reward.md), as `package.module.name` or `path/to/file.py:name`; null: none."
         ),
-    ]
+    ] = None
     kwargs: Annotated[dict[str, Any] | None, doc("Its further arguments; null or omitted: none.")] = None
 
 
@@ -135,14 +138,52 @@ class OwnCodeConfig(Protocol):
 
 
 @section
+class AsyncGrpoConfig:
+    """`grpo.async_grpo`: rollouts while the policy trains."""
+
+    enabled: Annotated[
+        bool,
+        doc(
+            "Generate the rollouts of later steps while the current step trains (docs/guides/async-grpo.md). "
+            "Requires engines on their own devices, `vllm_cfg.async_engine`, and "
+            "`loss_fn.use_importance_sampling_correction`."
+        ),
+    ] = False
+    max_trajectory_age_steps: Annotated[
+        int,
+        doc(
+            "Maximum number of steps that the policy may have trained since the weights with which a rollout began; "
+            "at most this many steps are collected ahead. 0 collects nothing ahead: generation and training "
+            "alternate. If omitted: 1.",
+            ge=0,
+        ),
+    ] = 1
+    in_flight_weight_updates: Annotated[
+        bool,
+        doc(
+            "Update the engines' weights in the middle of responses, which continue with the new weights. false or "
+            "omitted: each update waits until no rollout is in progress."
+        ),
+    ] = False
+    recompute_kv_cache_after_weight_updates: Annotated[
+        bool,
+        doc(
+            "Recompute the KV cache of responses that continue with new weights; false or omitted keeps the old "
+            "weights' KV cache. Ignored without `in_flight_weight_updates`: a cache that no response needs is "
+            "always dropped."
+        ),
+    ] = False
+
+
+@section
 class RolloutSectionConfig:
-    """What algorithms with rollouts have in common: prompts, responses, steps and validation."""
+    """Keys of all algorithms with rollouts: prompts, responses, steps and validation."""
 
     num_prompts_per_step: Annotated[int, doc("Prompts per step.", ge=1)]
     num_generations_per_prompt: Annotated[int, doc("Responses sampled per prompt: the group size.", ge=1)]
     max_rollout_turns: Annotated[
         int, doc("Maximum number of policy turns in a rollout; the environment may reply between them.", ge=1)
-    ]
+    ] = 1
     max_num_epochs: Annotated[
         int,
         doc(
@@ -152,13 +193,13 @@ class RolloutSectionConfig:
     ]
     max_num_steps: Annotated[int, doc("Maximum number of steps, if the epochs do not end first.", ge=1)]
     val_period: Annotated[int, doc("Steps between validations; 0 disables validation.", ge=0)]
-    val_at_start: Annotated[bool, doc("Validate before the first step.")]
-    val_at_end: Annotated[bool, doc("Validate after the last step.")]
+    val_at_start: Annotated[bool, doc("Validate before the first step.")] = False
+    val_at_end: Annotated[bool, doc("Validate after the last step.")] = False
     max_val_samples: Annotated[int, doc("Maximum number of prompts per validation.", ge=1)]
     val_batch_size: Annotated[int, doc("Validation prompts sent to the engine at once.", ge=1)]
     val_num_generations_per_prompt: Annotated[
         int, doc("Responses per validation prompt; accuracy is averaged over them.", ge=1)
-    ]
+    ] = 1
     max_token_mult_prob_error: Annotated[
         float | None,
         doc(
@@ -166,15 +207,15 @@ class RolloutSectionConfig:
             "probabilities of sampled tokens (1 is agreement). A step above it ends the run. null for no limit.",
             gt=1,
         ),
-    ]
+    ] = 1.5
     log_rollouts: Annotated[
         bool,
         doc(
             "Write every training rollout, with tokens and logprobs, to `logger.log_dir`/rollouts, one file per "
             "step: about 60 bytes per token."
         ),
-    ]
-    seed: Annotated[int, doc("Seed for data order, sampling and initialization.", ge=0)]
+    ] = False
+    seed: Annotated[int, doc("Seed for data order, sampling and initialization.", ge=0)] = 42
 
     @property
     def prompts_per_generation_batch(self) -> int:
@@ -188,20 +229,20 @@ class GrpoSectionConfig(RolloutSectionConfig):
 
     normalize_rewards: Annotated[
         bool, doc("Divide advantages by the standard deviation of the rewards that the baseline averages.")
-    ]
+    ] = True
     use_leave_one_out_baseline: Annotated[
         bool,
         doc(
             "Use the mean reward of the other responses in the group as a response's baseline, instead of the mean "
             "of all."
         ),
-    ]
+    ] = True
     overlong_filtering: Annotated[
         bool, doc("Exclude responses truncated at the token limit from the loss (DAPO); their rewards still count.")
-    ]
+    ] = False
     use_dynamic_sampling: Annotated[
         bool, doc("Drop groups whose rewards are all equal, and sample more prompts until the step is full (DAPO).")
-    ]
+    ] = False
     dynamic_sampling_max_gen_batches: Annotated[
         int,
         doc(
@@ -209,7 +250,7 @@ class GrpoSectionConfig(RolloutSectionConfig):
             "error.",
             ge=1,
         ),
-    ]
+    ] = 10
     batch_multiplier: Annotated[
         float,
         doc(
@@ -217,15 +258,19 @@ class GrpoSectionConfig(RolloutSectionConfig):
             "Above 1 it makes up for groups that will be dropped. Must be 1 without dynamic sampling.",
             ge=1,
         ),
-    ]
+    ] = 1
     reward_shaping: Annotated[RewardShapingConfig, doc("Soft length penalty.")]
     reward_scaling: Annotated[RewardScalingConfig, doc("Linear map of rewards, before shaping.")]
     adv_estimator: Annotated[AdvEstimatorConfig, doc("How advantages are computed from rewards.")]
     rollout_filter: Annotated[RolloutFilterConfig, doc("Which rollouts to train on; if omitted, all.")] | None = None
     async_grpo: Annotated[AsyncGrpoConfig, doc("Generate rollouts during training; if omitted, off.")] | None = None
     rollout_stop: Annotated[RolloutStopConfig, doc("When to end rollouts early; if omitted, never.")] | None = None
-    advantage_clip_low: Annotated[float | None, doc("Lower bound that advantages are clipped to; null for none.")]
-    advantage_clip_high: Annotated[float | None, doc("Upper bound that advantages are clipped to; null for none.")]
+    advantage_clip_low: Annotated[float | None, doc("Lower bound that advantages are clipped to; null for none.")] = (
+        None
+    )
+    advantage_clip_high: Annotated[float | None, doc("Upper bound that advantages are clipped to; null for none.")] = (
+        None
+    )
     seq_logprob_error_threshold: Annotated[
         float | None,
         doc(
@@ -233,11 +278,11 @@ class GrpoSectionConfig(RolloutSectionConfig):
             "policy disagree about them (1 is agreement). null keeps all.",
             gt=1,
         ),
-    ]
+    ] = None
 
     @property
     def is_async(self) -> bool:
-        """Whether rollouts are collected beside training."""
+        """Whether rollouts are collected during training."""
         return self.async_grpo is not None and self.async_grpo.enabled
 
     @property
@@ -252,7 +297,7 @@ class ClippedPGLossConfig:
 
     reference_policy_kl_penalty: Annotated[
         float, doc("Weight of the KL term to the reference policy; 0 skips the reference logprobs.", ge=0)
-    ]
+    ] = 0.01
     reference_policy_kl_type: Annotated[
         Literal["k1", "k2", "k3", "k1+", "k3+", "k1w", "k2w", "k3w"],
         doc(
@@ -260,7 +305,7 @@ class ClippedPGLossConfig:
             "The gradient of k1 is zero in expectation, and that of k3 is not the KL's. k1w, k2w and k3w are "
             "NeMo-RL's k1, k2 and k3 (docs/reference/metrics.md, estimators of the KL)."
         ),
-    ]
+    ] = "k3+"
     kl_input_clamp_value: Annotated[
         float | None,
         doc(
@@ -268,37 +313,37 @@ class ClippedPGLossConfig:
             gt=0,
             le=20,
         ),
-    ]
+    ] = 20.0
     kl_output_clamp_value: Annotated[
         float | None,
         doc("Clamp on the estimate per token; null for none. k1+ and k3+ keep their gradient beyond it.", gt=0),
-    ]
+    ] = 10.0
     use_kl_in_reward: Annotated[
         bool,
         doc(
             "Subtract each token's weighted KL from its reward, without a gradient, instead of adding it to the "
             "loss. Requires `grpo.adv_estimator.name` reinforce_plus_plus."
         ),
-    ]
-    ratio_clip_min: Annotated[float, doc("Clip the probability ratio from below at 1 minus this.", ge=0, le=1)]
-    ratio_clip_max: Annotated[float, doc("Clip the probability ratio from above at 1 plus this.", ge=0)]
+    ] = False
+    ratio_clip_min: Annotated[float, doc("Clip the probability ratio from below at 1 minus this.", ge=0, le=1)] = 0.2
+    ratio_clip_max: Annotated[float, doc("Clip the probability ratio from above at 1 plus this.", ge=0)] = 0.2
     ratio_clip_c: Annotated[
         float | None, doc("Dual-clip bound for negative advantages (arXiv 1912.09729), above 1; null for none.", gt=1)
-    ]
+    ] = None
     use_on_policy_kl_approximation: Annotated[
         bool,
         doc(
             "Weight the KL estimate by the ratio of the current to the sampling probability, so that it is "
             "on-policy; k1 and k3 then also have the gradient of the KL."
         ),
-    ]
+    ] = False
     use_importance_sampling_correction: Annotated[
         bool,
         doc(
             "Weight tokens by the ratio of the policy's to the engine's probability, since the two compute slightly "
             "different numbers."
         ),
-    ]
+    ] = False
     truncated_importance_sampling_type: Annotated[
         Literal["tis", "icepop", "seq-mask-tis"] | None,
         doc(
@@ -306,19 +351,19 @@ class ClippedPGLossConfig:
             "seq-mask-tis excludes responses whose geometric mean weight is out of bounds, and applies all other "
             "weights unchanged."
         ),
-    ]
+    ] = None
     truncated_importance_sampling_ratio: Annotated[
         float | None, doc("Upper bound of that weight; null for none.", gt=0)
-    ]
+    ] = None
     truncated_importance_sampling_ratio_min: Annotated[
         float | None, doc("Lower bound of that weight; null for none. icepop and seq-mask-tis need one.", ge=0)
-    ]
+    ] = None
     sequence_level_importance_ratios: Annotated[
         bool, doc("Use one ratio per response, from the mean logprob difference (GSPO, arXiv 2507.18071).")
-    ]
+    ] = False
     token_level_loss: Annotated[
         bool, doc("Average over all tokens of the global batch; false averages within each response first.")
-    ]
+    ] = True
     constant_length_divisor: Annotated[
         int | None,
         doc(
@@ -327,14 +372,14 @@ class ClippedPGLossConfig:
             "`token_level_loss` false.",
             ge=1,
         ),
-    ]
+    ] = None
     use_cispo: Annotated[
         bool,
         doc(
             "Use the clipped ratio as a weight, without a gradient, on each token's logprob (CISPO, arXiv "
             "2506.13585). Clipped tokens then have a gradient too."
         ),
-    ]
+    ] = False
     positive_example_nll_weight: Annotated[
         float,
         doc(
@@ -346,14 +391,14 @@ class ClippedPGLossConfig:
     ] = 0.0
     disable_ppo_ratio: Annotated[
         bool, doc("Use no ratio and no clipping: the loss is minus advantage times logprob (REINFORCE, RLOO).")
-    ]
+    ] = False
     force_on_policy_ratio: Annotated[
         bool,
         doc(
             "Fix the value of the ratio at exactly 1: the logprobs of the training pass replace those before the "
             "step, so that no separate pass is needed for them. Requires one update per step."
         ),
-    ]
+    ] = False
     target: Annotated[
         str | None,
         doc(
@@ -383,7 +428,7 @@ class DistillationSectionConfig(RolloutSectionConfig):
             "instead, and its output layer is on the device in training.",
             ge=1,
         ),
-    ]
+    ] = 64
 
 
 @section
@@ -393,14 +438,14 @@ class DistillationLossConfig:
     kl_type: Annotated[
         Literal["forward", "reverse", "mixed"],
         doc("forward is KL(teacher || student), reverse is KL(student || teacher), mixed is a weighted sum of both."),
-    ]
+    ] = "mixed"
     mixed_kl_weight: Annotated[
         float, doc("Weight of the forward KL in `mixed`; the reverse KL has 1 minus this.", ge=0, le=1)
-    ]
+    ] = 0.5
     zero_outside_topk: Annotated[
         bool,
         doc(
             "Take the teacher's probability outside its top-k as 0 (logprob -100), and the student's over the whole "
             "vocabulary; false renormalizes both over the top-k."
         ),
-    ]
+    ] = False

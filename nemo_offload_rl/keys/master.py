@@ -125,7 +125,7 @@ type Rule[Config] = Callable[[Config], str | None]
 
 
 class PolicyRun(Protocol):
-    """What a backend's rules read of the configuration of a run."""
+    """The part of a run's configuration that the rules of a backend read."""
 
     @property
     def policy(self) -> TrainedPolicyConfig:
@@ -139,7 +139,7 @@ class PolicyRun(Protocol):
 
 
 class RunConfig(PolicyRun, Protocol):
-    """What every one of them has: for rules that serve all."""
+    """The part that the configurations of all runs that train have, for rules that serve all."""
 
     @property
     def algorithm(self) -> tuple[str, RolloutSectionConfig | SupervisedSectionConfig]:

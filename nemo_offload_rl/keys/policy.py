@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Tag
@@ -11,7 +12,7 @@ from nemo_offload_rl.keys.data import TokenizerConfig
 from nemo_offload_rl.keys.dtensor import DTensorConfig
 from nemo_offload_rl.keys.generation import GenerationConfig
 from nemo_offload_rl.keys.megatron import MegatronConfig
-from nemo_offload_rl.keys.section import doc, section
+from nemo_offload_rl.keys.section import doc, section, value_of
 
 
 @section
@@ -32,7 +33,7 @@ class OptimizerConfig:
             "Apply `weight_decay` to norms and biases too, as torch does when given all parameters. false excludes "
             "them, as Megatron does."
         ),
-    ]
+    ] = True
 
 
 @section
@@ -66,10 +67,14 @@ SchedulerEntry = Annotated[
 class BatchingConfig:
     """`policy.dynamic_batching` and `policy.sequence_packing`: micro-batches by tokens instead of by samples."""
 
-    enabled: Annotated[bool, doc("Use it. Dynamic batching and sequence packing exclude each other.")]
-    train_mb_tokens: Annotated[int, doc("Maximum tokens in a training micro-batch, padding included.", ge=1)]
-    logprob_mb_tokens: Annotated[int, doc("Maximum tokens in a logprob micro-batch, padding included.", ge=1)]
-    sequence_length_round: Annotated[int, doc("Round lengths up to a multiple of this many tokens.", ge=1)]
+    enabled: Annotated[bool, doc("Use it. Dynamic batching and sequence packing exclude each other.")] = False
+    train_mb_tokens: Annotated[int, doc("Maximum tokens in a training micro-batch, padding included.", ge=1)] = (
+        value_of("${mul:${policy.max_total_sequence_length},${policy.train_micro_batch_size}}")
+    )
+    logprob_mb_tokens: Annotated[int, doc("Maximum tokens in a logprob micro-batch, padding included.", ge=1)] = (
+        value_of("${mul:${policy.max_total_sequence_length},${policy.logprob_batch_size}}")
+    )
+    sequence_length_round: Annotated[int, doc("Round lengths up to a multiple of this many tokens.", ge=1)] = 64
 
 
 @section
@@ -78,7 +83,9 @@ class TrainedPolicyConfig:
 
     model_name: Annotated[str, doc("Local folder or hub name of a Hugging Face causal language model.", min_length=1)]
     tokenizer: Annotated[TokenizerConfig, doc("The tokenizer.")]
-    hf_config_overrides: Annotated[dict[str, Any], doc("Values to override in the model's Hugging Face configuration.")]
+    hf_config_overrides: Annotated[
+        dict[str, Any], doc("Values to override in the model's Hugging Face configuration.")
+    ] = field(default_factory=dict[str, Any])
     dropout: Annotated[
         bool,
         doc(
@@ -86,20 +93,24 @@ class TrainedPolicyConfig:
             "trains without: ratios of policy gradients and rewards of DPO compare passes that draw nothing. SFT's "
             "exemplar has true, the others false. Adapters have a dropout of their own."
         ),
-    ]
+    ] = False
     train_global_batch_size: Annotated[
         int, doc("Sequences per optimizer step, over all workers: responses, or pairs in DPO.", ge=1)
     ]
     train_micro_batch_size: Annotated[int, doc("Sequences per worker in one forward and backward pass.", ge=1)]
-    logprob_batch_size: Annotated[int, doc("Sequences per worker in one forward pass for logprobs.", ge=1)]
+    logprob_batch_size: Annotated[int, doc("Sequences per worker in one forward pass for logprobs.", ge=1)] = value_of(
+        "${policy.train_micro_batch_size}"
+    )
     logprob_chunk_size: Annotated[
         int | None, doc("Positions whose logits are converted to logprobs at once, to save memory; null for all.", ge=1)
-    ]
+    ] = None
     max_total_sequence_length: Annotated[int, doc("Maximum length of prompt plus response in tokens.", ge=2)]
-    make_sequence_length_divisible_by: Annotated[int, doc("Pad batches to a multiple of this many tokens.", ge=1)]
+    make_sequence_length_divisible_by: Annotated[int, doc("Pad batches to a multiple of this many tokens.", ge=1)] = (
+        value_of("${policy.dtensor_cfg.tensor_parallel_size}")
+    )
     precision: Annotated[
         Literal["float32", "bfloat16", "float16"], doc("Compute type; parameters and optimizer are float32.")
-    ]
+    ] = "bfloat16"
     deterministic: Annotated[
         bool,
         doc(
@@ -107,8 +118,8 @@ class TrainedPolicyConfig:
             "and end the run with DTensor. Slower; for comparing runs. On Hopper GPUs, Megatron's attention of packed "
             "rows then takes memory by the square of a pack's tokens, and what cannot run is refused."
         ),
-    ]
-    max_grad_norm: Annotated[float | None, doc("Clip gradients to this norm; null for no limit.", gt=0)]
+    ] = False
+    max_grad_norm: Annotated[float | None, doc("Clip gradients to this norm; null for no limit.", gt=0)] = 1.0
     max_skipped_updates: Annotated[
         int,
         doc(
@@ -116,7 +127,7 @@ class TrainedPolicyConfig:
             "workers skip such an update, and parameters, optimizer and schedule stay unchanged.",
             ge=0,
         ),
-    ]
+    ] = 5
     optimizer: Annotated[OptimizerConfig | None, doc("Optimizer of the DTensor backend; null with Megatron.")]
     scheduler: Annotated[
         tuple[SchedulerEntry, ...] | None,
@@ -131,11 +142,11 @@ class TrainedPolicyConfig:
     residency_overlap: Annotated[
         bool,
         doc("Overlap copies with compute. false waits for each copy where it starts: for measuring and debugging."),
-    ]
+    ] = True
     residency_verify: Annotated[
         bool,
         doc("Compare host copies that are considered valid with the device, byte by byte. Slow; for finding bugs."),
-    ]
+    ] = False
     host_memory_budget_gib: Annotated[
         float | None,
         doc(
@@ -144,7 +155,7 @@ class TrainedPolicyConfig:
             "it if the machine's memory grows on use and is therefore reported too low.",
             gt=0,
         ),
-    ]
+    ] = None
     gpu_memory_limit_gib: Annotated[
         float | None,
         doc(
@@ -152,11 +163,11 @@ class TrainedPolicyConfig:
             "for all. For a shared GPU, or to test whether a run would fit on a smaller one.",
             gt=0,
         ),
-    ]
+    ] = None
     memory_snapshot_dir: Annotated[
         str | None,
         doc("Folder for snapshots of the CUDA allocator when memory runs out, one file per rank; null for none."),
-    ]
+    ] = None
     use_pinned_optimizer_offload: Annotated[
         bool,
         doc(
@@ -164,13 +175,13 @@ class TrainedPolicyConfig:
             "link; needs as much pinned host memory as the state is large. false uses pageable memory. No effect on "
             "CPU."
         ),
-    ]
+    ] = True
     offload_optimizer_states_for_logprob: Annotated[
         bool, doc("Keep the optimizer offloaded during logprobs too: less GPU memory, more copies.")
-    ]
+    ] = False
 
     def length_multiple(self, batching: BatchingConfig) -> int:
-        """What a micro-batch by tokens counts lengths as multiples of, so that rows are no longer once padded."""
+        """Round lengths in a micro-batch by tokens up to a multiple of this, to which padding adds nothing."""
         padded = self.make_sequence_length_divisible_by
         return -(-batching.sequence_length_round // padded) * padded
 
@@ -188,7 +199,7 @@ class TeacherDTensorConfig:
 
     tensor_parallel_size: Annotated[
         int, doc("Devices that each layer of the teacher is sharded over; may differ from the student's.", ge=1)
-    ]
+    ] = 1
 
 
 @section
@@ -204,12 +215,16 @@ class TeacherConfig:
     ]
     hf_config_overrides: Annotated[
         dict[str, Any], doc("Values to override in the teacher's Hugging Face configuration.")
-    ]
-    precision: Annotated[Literal["float32", "bfloat16", "float16"], doc("Type of its weights and compute.")]
-    logprob_batch_size: Annotated[int, doc("Sequences per worker in one forward pass.", ge=1)]
+    ] = field(default_factory=dict[str, Any])
+    precision: Annotated[Literal["float32", "bfloat16", "float16"], doc("Type of its weights and compute.")] = (
+        "bfloat16"
+    )
+    logprob_batch_size: Annotated[int, doc("Sequences per worker in one forward pass.", ge=1)] = value_of(
+        "${policy.logprob_batch_size}"
+    )
     logprob_chunk_size: Annotated[
         int | None, doc("Positions whose top-k logits are computed at once; null for all.", ge=1)
-    ]
+    ] = value_of("${policy.logprob_chunk_size}")
     stream_layers: Annotated[
         bool,
         doc(
@@ -217,7 +232,7 @@ class TeacherConfig:
             "once, and all layers are copied for every micro-batch. For a teacher that does not fit; DTensor "
             "backend only."
         ),
-    ]
+    ] = False
     dtensor_cfg: Annotated[TeacherDTensorConfig, doc("Settings with the DTensor backend.")]
 
 
@@ -227,7 +242,7 @@ class RolloutKeys:
 
     refit_buffer_size_gib: Annotated[
         float, doc("Size in GiB of each of the two buffers that transfer weights to the engine.", gt=0)
-    ]
+    ] = 1.0
     residency: Annotated[
         Literal["always", "auto"],
         doc(
@@ -235,18 +250,18 @@ class RolloutKeys:
             "generation if they fit next to the engine (`gpu_memory_utilization` of the device); the resolved plan "
             "is logged once."
         ),
-    ]
+    ] = "always"
     residency_overrides: Annotated[
         dict[Literal["params", "optimizer"], Literal["device", "host"]],
         doc("Groups with a fixed placement during refit and generation, whatever `residency` is; {} for none."),
-    ]
+    ] = field(default_factory=dict[Any, Any])
     suspend_nccl_comms: Annotated[
         bool,
         doc(
             "Release the GPU memory of the policy's NCCL communicators during generation, and take it again before "
             "the policy's next phase. Needs NCCL 2.29.7 or later, which is newer than torch's."
         ),
-    ]
+    ] = False
 
 
 @section

@@ -11,22 +11,22 @@ from nemo_offload_rl.keys.section import doc, section
 class WandbConfig:
     """`logger.wandb`: Weights & Biases, with the names of `wandb.init`. A resumed run goes on as the same run there."""
 
-    project: Annotated[str, doc("Project of the run.")]
+    project: Annotated[str, doc("Project of the run.")] = "nemo-offload-rl"
     name: Annotated[str, doc("Name of the run.")]
-    entity: Annotated[str | None, doc("User or team that owns the run; null for the login's default.")]
-    group: Annotated[str | None, doc("Group of the run; null for none.")]
-    tags: Annotated[tuple[str, ...], doc("Tags of the run.")]
+    entity: Annotated[str | None, doc("User or team that owns the run; null for the login's default.")] = None
+    group: Annotated[str | None, doc("Group of the run; null for none.")] = None
+    tags: Annotated[tuple[str, ...], doc("Tags of the run.")] = ()
     mode: Annotated[
         Literal["online", "offline", "disabled"],
         doc("`offline` writes to the run folder for a later `wandb sync`; `online` needs a login."),
-    ]
+    ] = "online"
 
 
 @section
 class MlflowConfig:
     """`logger.mlflow`: MLflow. A resumed run goes on as the same run there."""
 
-    experiment_name: Annotated[str, doc("Experiment of the run; created if needed.", min_length=1)]
+    experiment_name: Annotated[str, doc("Experiment of the run; created if needed.", min_length=1)] = "nemo-offload-rl"
     run_name: Annotated[str, doc("Name of the run.")]
     tracking_uri: Annotated[
         str,
@@ -36,7 +36,7 @@ class MlflowConfig:
             "`MLFLOW_ALLOW_FILE_STORE=true`.",
             min_length=1,
         ),
-    ]
+    ] = "http://localhost:5000"
 
 
 @section
@@ -50,8 +50,8 @@ class PrometheusConfig:
             "environment variable `NEMO_OFFLOAD_RL_TOKEN`; Prometheus sends it as `Authorization: Bearer TOKEN`.",
             min_length=1,
         ),
-    ]
-    port: Annotated[int, doc("Port to listen on; 0 for any free port, which is logged.", ge=0, le=65535)]
+    ] = "127.0.0.1"
+    port: Annotated[int, doc("Port to listen on; 0 for any free port, which is logged.", ge=0, le=65535)] = 9464
 
 
 @section
@@ -84,21 +84,21 @@ class LoggerConfig:
             "Create a numbered run folder in `log_dir` (exp_001, exp_002, ...) at each start, also when a run is "
             "resumed. false: `log_dir` itself is the run folder."
         ),
-    ]
+    ] = False
     num_val_samples_to_print: Annotated[
         int, doc("Samples to print at each validation, and to write to `log_dir`/samples.", ge=0)
-    ]
+    ] = 5
     memory_sample_period_s: Annotated[
         float, doc("Seconds between lines of `log_dir`/memory.jsonl; a longer period may miss a peak.", gt=0)
-    ]
-    tensorboard_enabled: Annotated[bool, doc("Also write TensorBoard events to `log_dir`/tensorboard.")]
-    wandb_enabled: Annotated[bool, doc("Also write to Weights & Biases; needs the section `logger.wandb`.")]
+    ] = 0.2
+    tensorboard_enabled: Annotated[bool, doc("Also write TensorBoard events to `log_dir`/tensorboard.")] = False
+    wandb_enabled: Annotated[bool, doc("Also write to Weights & Biases; needs the section `logger.wandb`.")] = False
     wandb: Annotated[WandbConfig, doc("Weights & Biases; can be removed with `~logger.wandb`.")] | None = None
-    mlflow_enabled: Annotated[bool, doc("Also write to MLflow; needs the section `logger.mlflow`.")]
+    mlflow_enabled: Annotated[bool, doc("Also write to MLflow; needs the section `logger.mlflow`.")] = False
     mlflow: Annotated[MlflowConfig, doc("MLflow; can be removed with `~logger.mlflow`.")] | None = None
     prometheus_enabled: Annotated[
         bool, doc("Also serve metrics to a Prometheus server during the run; needs the section `logger.prometheus`.")
-    ]
+    ] = False
     prometheus: Annotated[PrometheusConfig, doc("Prometheus; can be removed with `~logger.prometheus`.")] | None = None
     sinks: (
         Annotated[tuple[SinkConfig, ...], doc("Your own code that also receives the metrics; if omitted, none.")] | None
@@ -109,15 +109,15 @@ class LoggerConfig:
 class ClusterConfig:
     """`cluster`: the machines. Policy workers and colocated engines share each device."""
 
-    gpus_per_node: Annotated[int, doc("GPUs to use on each node; 0 runs on CPU.", ge=0)]
+    gpus_per_node: Annotated[int, doc("GPUs to use on each node; 0 runs on CPU.", ge=0)] = 1
     cpu_workers_per_node: Annotated[
         int, doc("Policy workers on each node when `gpus_per_node` is 0; otherwise ignored.", ge=1)
-    ]
-    num_nodes: Annotated[int, doc("Nodes of the Ray cluster to use.", ge=1)]
+    ] = 1
+    num_nodes: Annotated[int, doc("Nodes of the Ray cluster to use.", ge=1)] = 1
     master_port_range_low: Annotated[
         int, doc("First port that the policy workers' rendezvous may use.", ge=1024, le=65535)
-    ]
-    master_port_range_high: Annotated[int, doc("Last port that it may use.", ge=1024, le=65535)]
+    ] = 20000
+    master_port_range_high: Annotated[int, doc("Last port that it may use.", ge=1024, le=65535)] = 29999
     call_warning_s: Annotated[
         float,
         doc(
@@ -125,7 +125,7 @@ class ClusterConfig:
             "each doubling. A call that took longer before is given twice its longest time.",
             gt=0,
         ),
-    ]
+    ] = 30
     call_timeout_s: Annotated[
         float | None,
         doc(
@@ -134,7 +134,7 @@ class ClusterConfig:
             "tensor read or written is progress. Also limits the wait in a collective. null for no limit.",
             gt=0,
         ),
-    ]
+    ] = 7200
 
     @property
     def device_type(self) -> str:
@@ -156,7 +156,7 @@ class ClusterConfig:
 class CheckpointingConfig:
     """`checkpointing`: when and where a run is saved."""
 
-    enabled: Annotated[bool, doc("Save checkpoints.")]
+    enabled: Annotated[bool, doc("Save checkpoints.")] = True
     checkpoint_dir: Annotated[str, doc("Folder for checkpoints, with one `step_N` folder each.", min_length=1)]
     metric_name: Annotated[
         str | None,
@@ -173,15 +173,15 @@ class CheckpointingConfig:
             "keeps all.",
             ge=1,
         ),
-    ]
+    ] = 3
     save_period: Annotated[int, doc("Steps between checkpoints.", ge=1)]
     save_optimizer: Annotated[
         bool,
         doc("Also save the optimizer. Without it, a checkpoint can be used but training cannot be resumed from it."),
-    ]
+    ] = True
     save_consolidated: Annotated[
         bool, doc("Also write a Hugging Face folder `hf` to each checkpoint, which transformers and vLLM can load.")
-    ]
+    ] = False
     async_save: Annotated[
         bool,
         doc(
@@ -189,7 +189,7 @@ class CheckpointingConfig:
             "no room, the run waits for the disk and logs a warning. Offloaded state is written from its host copy, "
             "and the next optimizer step waits for that write."
         ),
-    ]
+    ] = False
     checkpoint_must_save_by: Annotated[
         str | None,
         doc(
@@ -197,7 +197,7 @@ class CheckpointingConfig:
             "00:03:45:00. The run saves and ends before a step that could end later, or its save: as long as the "
             "longest until now, and `grace_s`. When started again, it continues. null for no limit."
         ),
-    ]
+    ] = None
     grace_s: Annotated[
         float,
         doc(
@@ -206,11 +206,11 @@ class CheckpointingConfig:
             "that still compute when an error ends the run.",
             ge=0,
         ),
-    ]
+    ] = 30
     save_at_end: Annotated[
         bool,
         doc(
             "Save the last finished step whenever the run ends early: by a signal, or by an error that leaves the "
             "policy's workers alive."
         ),
-    ]
+    ] = True

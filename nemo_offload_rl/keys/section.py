@@ -3,10 +3,11 @@
 A section is a class with the decorator `section`, and its fields are written
 `name: Annotated[type, doc("purpose, values, unit", ge=1)]`. That one line is what pydantic checks a value of the YAML
 by, what `nemo_offload_rl.config.reference` writes docs/reference/configuration.md from, and the attribute that the
-package reads. Defaults are in YAML only. What is a list there is declared, and read, as `tuple[type, ...]`.
+package reads. What is a list there is declared, and read, as `tuple[type, ...]`.
 
-The default of a key that may be left out says what that means: `Annotated[type, doc(...)] | None = None` is None,
-which the YAML cannot say, and `Annotated[type | None, doc(...)] = None` for what null means too.
+A file may leave out a key whose field has a default: `fill_defaults` sets it. `value_of("${...}")` is the value of
+another key. A field `Annotated[type, doc(...)] | None = None` is None where it is left out, which the YAML cannot say:
+its absence has a meaning of its own.
 """
 
 from __future__ import annotations
@@ -21,12 +22,97 @@ from pydantic import AfterValidator, Field, GetCoreSchemaHandler, TypeAdapter
 from pydantic_core import CoreSchema, core_schema
 
 
+class ValueOf(str):
+    """Text with `${...}`: a default that is made of the values of other keys."""
+
+
 def doc(text: str, **limits: Any) -> Any:
     """Describe a key: purpose, values and unit, and `ge`, `gt`, `le` or `lt` limits that pydantic enforces."""
     return Field(description=text, **limits)
 
 
-@dataclass_transform(kw_only_default=True, frozen_default=True)
+def value_of(text: str) -> Any:
+    """The default of a key that takes the value of another one, as a file would write it."""
+    return ValueOf(text)
+
+
+def unwrap(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The bare type, and the metadata of all `Annotated` around it."""
+    metadata: tuple[Any, ...] = ()
+    while get_origin(hint) is Annotated:
+        hint, *more = get_args(hint)
+        metadata = (*metadata, *more)
+    return hint, metadata
+
+
+def default_of(kind: type, name: str) -> tuple[Any, ...]:
+    """The default of a key, as a file would write it, in a tuple of its own; () without one.
+
+    A required key has none, nor has a key whose absence has a meaning of its own.
+    """
+    (entry,) = (entry for entry in dataclasses.fields(cast(Any, kind)) if entry.name == name)
+    default = entry.default
+    if entry.default_factory is not dataclasses.MISSING:
+        default = entry.default_factory()
+    if default is dataclasses.MISSING:
+        return ()
+    if default is None and get_origin(get_type_hints(kind, include_extras=True)[name]) is not Annotated:
+        return ()
+    return (list(cast("tuple[Any, ...]", default)) if isinstance(default, tuple) else default,)
+
+
+def sections_of(hint: Any) -> list[Any]:
+    """The sections that a value of a type may be, of a union all."""
+    kind, _ = unwrap(hint)
+    if is_section(kind):
+        return [kind]
+    if get_origin(kind) in (Union, UnionType):
+        return [found for argument in get_args(kind) for found in sections_of(argument)]
+    return []
+
+
+def fill_defaults(kind: type, values: dict[str, Any]) -> None:
+    """Set the keys of a section, and of those below it, that have a default and are left out.
+
+    Args:
+        kind: The section.
+        values: Its keys as a file has them, interpolations unresolved; changed in place.
+    """
+    for name, (hint, is_required) in keys_of(kind).items():
+        if name not in values:
+            if default := default_of(kind, name):
+                values[name] = default[0]
+            elif is_required and is_section(unwrap(hint)[0]):
+                keys: dict[str, Any] = {}
+                fill_defaults(unwrap(hint)[0], keys)
+                values |= {name: keys} if keys else {}  # a message on the section says more than those on its keys
+        _fill_below(hint, values.get(name))
+
+
+def _fill_below(hint: Any, value: Any) -> None:
+    kind, _ = unwrap(hint)
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is tuple and isinstance(value, list):
+        for entry in cast("list[Any]", value):
+            _fill_below(arguments[0], entry)
+    elif origin is dict and isinstance(value, dict):
+        for entry in cast("dict[str, Any]", value).values():
+            _fill_below(arguments[1], entry)
+    elif isinstance(value, dict):
+        keys, sections = cast("dict[str, Any]", value), sections_of(kind)
+        if len(sections) > 1:  # data sets, which their names tell apart
+            sections = [section for section in sections if keys.get("dataset_name") in names_of_data_sets(section)]
+        if len(sections) == 1:
+            fill_defaults(sections[0], keys)
+
+
+def names_of_data_sets(kind: type) -> tuple[str, ...]:
+    """The values of `dataset_name` for which a data set has the keys of this section; () for other sections."""
+    keys = keys_of(kind)
+    return get_args(unwrap(keys["dataset_name"][0])[0]) if "dataset_name" in keys else ()
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(dataclasses.field,))
 def section[C](cls: type[C]) -> type[C]:
     """Class decorator: a frozen dataclass with keyword arguments, which pydantic makes of a mapping.
 
@@ -46,7 +132,12 @@ def keys_of(kind: type) -> dict[str, tuple[Any, bool]]:
     """Of each key of a section its type as it may be written, with `Annotated`, and whether it must be."""
     hints = get_type_hints(kind, include_extras=True)
     fields = {field.name: field for field in dataclasses.fields(cast(Any, kind))}
-    is_required = {name: fields[name].default is dataclasses.MISSING for name in hints}
+    has_value = {name: field.default is not dataclasses.MISSING for name, field in fields.items()}
+    is_required = {
+        name: (not has_value[name] and field.default_factory is dataclasses.MISSING)
+        or isinstance(field.default, ValueOf)
+        for name, field in fields.items()
+    }
     return {name: (hint if is_required[name] else _if_written(hint), is_required[name]) for name, hint in hints.items()}
 
 
@@ -118,7 +209,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def _if_written(hint: Any) -> Any:
-    """Without the None beside `Annotated`, which stands for what is left out."""
+    """Remove the None outside `Annotated`, which stands for a key that is left out."""
     if get_origin(hint) in (Union, UnionType):
         return Union[tuple(kind for kind in get_args(hint) if kind is not NoneType)]  # noqa: UP007
     return hint

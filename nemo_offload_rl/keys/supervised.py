@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from nemo_offload_rl.keys.section import doc, section
+from nemo_offload_rl.keys.section import doc, section, value_of
 
 
 @section
 class SupervisedSectionConfig:
-    """What `sft` and `dpo` have in common: epochs, steps and validation."""
+    """Keys of both `sft` and `dpo`: epochs, steps and validation."""
 
-    max_num_epochs: Annotated[int, doc("Maximum number of passes over the training data.", ge=1)]
-    max_num_steps: Annotated[int, doc("Maximum number of steps, if the epochs do not end first.", ge=1)]
+    max_num_epochs: Annotated[int, doc("Maximum number of passes over the training data.", ge=1)] = 1
+    max_num_steps: Annotated[int, doc("Maximum number of steps, if the epochs do not end first.", ge=1)] = 1000000
     val_period: Annotated[int, doc("Steps between validations; 0 disables validation.", ge=0)]
-    val_batches: Annotated[int, doc("Maximum number of batches per validation; 0 for all.", ge=0)]
-    val_global_batch_size: Annotated[int, doc("Sequences (DPO: pairs) per validation batch.", ge=1)]
+    val_batches: Annotated[int, doc("Maximum number of batches per validation; 0 for all.", ge=0)] = 8
+    val_global_batch_size: Annotated[int, doc("Sequences (DPO: pairs) per validation batch.", ge=1)] = 32
     val_micro_batch_size: Annotated[
         int,
         doc(
             "Sequences (DPO: pairs) per worker in one forward pass; ignored when micro-batches are formed by tokens.",
             ge=1,
         ),
-    ]
-    val_at_start: Annotated[bool, doc("Validate before the first step.")]
-    val_at_end: Annotated[bool, doc("Validate after the last step.")]
-    seed: Annotated[int, doc("Seed for data order and initialization.", ge=0)]
+    ] = 1
+    val_at_start: Annotated[bool, doc("Validate before the first step.")] = True
+    val_at_end: Annotated[bool, doc("Validate after the last step.")] = True
+    seed: Annotated[int, doc("Seed for data order and initialization.", ge=0)] = 42
 
     @property
     def validates(self) -> bool:
@@ -39,7 +39,7 @@ class SftSectionConfig(SupervisedSectionConfig):
 
     only_unmask_final: Annotated[
         bool, doc("Count only the last assistant turn in the loss, not every turn of a conversation.")
-    ]
+    ] = False
 
 
 @section
@@ -48,22 +48,24 @@ class DpoSectionConfig(SupervisedSectionConfig):
 
     reference_policy_kl_penalty: Annotated[
         float, doc("Beta: the scale of the log-ratio to the reference in the loss.", gt=0)
-    ]
-    preference_loss_weight: Annotated[float, doc("Weight of the preference loss.", ge=0)]
+    ] = 0.05
+    preference_loss_weight: Annotated[float, doc("Weight of the preference loss.", ge=0)] = 1.0
     preference_average_log_probs: Annotated[
         bool, doc("Average log-ratios over a response's tokens instead of summing them, so that length has no effect.")
-    ]
+    ] = False
     label_smoothing: Annotated[
         float, doc("Assumed fraction of pairs with swapped labels (conservative DPO).", ge=0, lt=0.5)
-    ]
+    ] = 0.0
     sft_loss_weight: Annotated[
         float, doc("Weight of the chosen response's negative logprob, added to the loss; 0 for none.", ge=0)
-    ]
-    sft_average_log_probs: Annotated[bool, doc("Average that term over a response's tokens instead of summing it.")]
+    ] = 0.0
+    sft_average_log_probs: Annotated[bool, doc("Average that term over a response's tokens instead of summing it.")] = (
+        value_of("${.preference_average_log_probs}")
+    )
     precompute_reference_logprobs: Annotated[
         bool,
         doc(
             "Compute the reference's logprobs of all data once, before the first step, with the policy itself, and "
             "save them next to the checkpoints; no copy of the reference is kept. false computes them in each step."
         ),
-    ]
+    ] = False

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.nemo_rl import is_nemo_rl
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.migrate.mapping import Migration, algorithm_of, migrate
@@ -112,6 +113,4 @@ def check(algorithm: str, config: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: What is wrong.
     """
-    from nemo_offload_rl.config.algorithms import ALGORITHMS
-
     ALGORITHMS[algorithm].check(config)

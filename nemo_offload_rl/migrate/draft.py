@@ -11,7 +11,6 @@ from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.migrate.report import Outcome, Report
 from nemo_offload_rl.migrate.rules import ABSENT
 
-ALGORITHMS = ("grpo", "sft", "dpo", "distillation", "eval")
 DEFAULT_THERE = "the default there"
 _ABSENT = object()
 

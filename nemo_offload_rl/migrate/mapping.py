@@ -9,9 +9,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.nemo_rl import is_nemo_rl
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.migrate.draft import ALGORITHMS, CONVERSIONS, DEFAULT_THERE, Draft, at, leaves, matches
+from nemo_offload_rl.keys.master import EXEMPLARS
+from nemo_offload_rl.migrate.draft import CONVERSIONS, DEFAULT_THERE, Draft, at, leaves, matches
 from nemo_offload_rl.migrate.report import Outcome, Report
 from nemo_offload_rl.migrate.rules import (
     ABSENT,
@@ -29,14 +31,6 @@ from nemo_offload_rl.migrate.rules import (
 )
 from nemo_offload_rl.utils.config import EXEMPLARS as FOLDER
 from nemo_offload_rl.utils.config import load_config
-
-EXEMPLARS = {
-    "grpo": "grpo_math_1B.yaml",
-    "sft": "sft.yaml",
-    "dpo": "dpo.yaml",
-    "distillation": "distillation_math.yaml",
-    "eval": "eval.yaml",
-}
 
 # Algorithms that are not here; NeMo-RL's files for them may inherit a section of one that is.
 _OTHER_ALGORITHMS = ("ppo", "rm")
@@ -127,7 +121,7 @@ def migrate(config: Mapping[str, Any], path: Path | None = None) -> Migration:
 
 @cache
 def _exemplar(algorithm: str) -> dict[str, Any]:
-    return load_config(FOLDER / EXEMPLARS[algorithm])
+    return load_config(FOLDER / EXEMPLARS[ALGORITHMS[algorithm].keys])
 
 
 def _leave_out_what_is_off(draft: Draft) -> None:
@@ -210,4 +204,4 @@ def _fill(draft: Draft) -> None:
     written = tuple(f"{path}." for path in draft.written)
     for path, _ in leaves(draft.ours):
         if path not in draft.written and not path.startswith(written):
-            draft.report.add(Outcome.FILLED, "", path, f"as {EXEMPLARS[draft.algorithm]} sets it")
+            draft.report.add(Outcome.FILLED, "", path, f"as {EXEMPLARS[ALGORITHMS[draft.algorithm].keys]} sets it")

@@ -121,7 +121,7 @@ def _routers(draft: Draft) -> None:
     given, without_experts = draft.get(kind), has_experts(model) is False
     if given in ("none", None) or without_experts:
         note = "off" if given in ("none", None) else "is about experts, and the model has none"
-        draft.convert(kind, "none", note) if given not in ("none",) else draft.draft.keep(kind, "none")
+        draft.convert(kind, "none", note) if given not in ("none",) else draft.keep(kind, "none")
         if draft.has(coefficient):
             draft.ignore(coefficient, "no auxiliary loss has a weight then")
     elif draft.get(coefficient) is None:

@@ -1,4 +1,4 @@
-"""Loads the YAML file of a run: reads it, applies overrides, checks every key and rule, converts.
+"""Loads the YAML file of a run: reads it, applies overrides, checks every key and rule, converts. Launches runs.
 
 A file of NeMo-RL's is turned into our keys first.
 """
@@ -11,7 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import nemo_offload_rl
 from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.utils.cli import parse_launch_arguments, set_up_logging
 
 if TYPE_CHECKING:
     from nemo_offload_rl.config.algorithms import Algorithm
@@ -56,6 +58,24 @@ def load_eval_config(path: str | Path, overrides: Sequence[str] = ()) -> EvalCon
     return _load("eval", path, overrides)
 
 
+def launch(name: str, description: str, default_config: str) -> None:
+    """Read the command line of a launch script, check the configuration, run.
+
+    Args:
+        name: The algorithm, one of `ALGORITHMS`.
+        description: What the script does, for `--help`.
+        default_config: The file that is used without `--config`.
+
+    Raises:
+        UserError: Something that the user can fix.
+    """
+    arguments = parse_launch_arguments(description, default_config)
+    set_up_logging()
+    config = _load(name, arguments.config, arguments.overrides)
+    run = getattr(nemo_offload_rl, f"run_{name}")
+    run(config)
+
+
 def load_for_planning(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, tuple[Rule[Any], ...]]:
     """Load a run's checked keys, and the rules between them apart from those on what this machine has.
 
@@ -92,10 +112,15 @@ def _resolve(algorithm: Algorithm, path: str | Path, overrides: Sequence[str]) -
     from nemo_offload_rl.config.algorithms import ALGORITHMS
     from nemo_offload_rl.config.nemo_rl import is_nemo_rl
     from nemo_offload_rl.config.validate import missing_key_message
+    from nemo_offload_rl.keys.section import fill_defaults
     from nemo_offload_rl.targets import with_whole_paths
     from nemo_offload_rl.utils.config import load_config
 
-    raw = load_config(path, overrides, partial(missing_key_message, algorithm.keys))
+    def fill(keys: dict[str, Any]) -> None:
+        if algorithm.name in keys and not is_nemo_rl(keys):
+            fill_defaults(algorithm.keys, keys)
+
+    raw = load_config(path, overrides, partial(missing_key_message, algorithm.keys), fill)
     if is_nemo_rl(raw):
         from nemo_offload_rl.migrate import migrate
 

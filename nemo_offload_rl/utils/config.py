@@ -47,7 +47,10 @@ type MissingKeyMessage = Callable[[dict[str, Any], str, Any], str]
 
 
 def load_config(
-    path: str | Path, overrides: Sequence[str] = (), missing: MissingKeyMessage | None = None
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    missing: MissingKeyMessage | None = None,
+    fill: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
     """Read, inherit, override and resolve.
 
@@ -55,6 +58,8 @@ def load_config(
         path: The YAML file.
         overrides: Hydra overrides, applied in order.
         missing: Makes the message for an override of a missing key; None knows the keys of the file alone.
+        fill: Sets keys that are left out, in nested dictionaries with unresolved interpolations; before the overrides,
+            which may change them, and after, where an override has made a section.
 
     Returns:
         Nested dictionaries and lists without interpolations.
@@ -63,15 +68,25 @@ def load_config(
         ConfigError: The file, an override or an interpolation is wrong.
     """
     _register_resolvers()
-    config = _load_with_defaults(Path(path), seen=())
+    file = _load_with_defaults(Path(path), seen=())
+    config = _filled(file, fill)
     for text in overrides:
-        _apply_override(config, text, missing)
+        _apply_override(config, text, missing, file)
+    config = _filled(config, fill)
     try:
         resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise ConfigError(_interpolation_message(error, config)) from error
     assert isinstance(resolved, dict)
     return {str(key): value for key, value in _marked(config, resolved).items()}
+
+
+def _filled(config: DictConfig, fill: Callable[[dict[str, Any]], None] | None) -> DictConfig:
+    if fill is None:
+        return config
+    keys = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
+    fill(keys)
+    return OmegaConf.create(keys)
 
 
 def load_unresolved(path: str | Path) -> DictConfig:
@@ -285,7 +300,7 @@ def _marked_paths(config: DictConfig, mark: str) -> list[str]:
 # ---------------------------------------------------------------- overrides
 
 
-def _apply_override(config: DictConfig, text: str, missing: MissingKeyMessage | None) -> None:
+def _apply_override(config: DictConfig, text: str, missing: MissingKeyMessage | None, file: DictConfig) -> None:
     override = _parse_override(text, config)
     key = override.key_or_group
     raw = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
@@ -298,7 +313,7 @@ def _apply_override(config: DictConfig, text: str, missing: MissingKeyMessage | 
     if not exists:
         _require_section(config, key)
     if override.is_add():
-        if exists:
+        if exists and _has_key(file, key):  # a default that was filled in may be added as well as changed
             raise ConfigError(f"+{key}: the key is there already; drop the + to change it")
     elif not override.is_force_add() and not exists:
         raise ConfigError(unknown_key_message(key, known) if missing is None else missing(raw, key, value))

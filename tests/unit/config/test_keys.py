@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
+from pydantic import TypeAdapter
 
 from nemo_offload_rl.config.keys import known_keys, walk_keys
 from nemo_offload_rl.config.validate import validate_keys
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.master import DistillationMasterConfig, DpoMasterConfig, GrpoMasterConfig, SftMasterConfig
-from nemo_offload_rl.keys.section import doc, section
+from nemo_offload_rl.keys.section import ValueOf, default_of, doc, keys_of, section
 
 MASTERS = (GrpoMasterConfig, DistillationMasterConfig, SftMasterConfig, DpoMasterConfig)
 
@@ -118,7 +119,6 @@ def dataclasses_of_the_package() -> dict[str, Any]:
 def sections_of(kind: Any, found: set[Any]) -> set[Any]:
     """A section and all sections below it."""
     from nemo_offload_rl.config.keys import _children
-    from nemo_offload_rl.keys.section import keys_of
 
     if kind not in found:
         found.add(kind)
@@ -143,15 +143,11 @@ def test_no_other_class_writes_down_the_keys_of_a_section() -> None:
     assert twins == []
 
 
-def test_sections_are_frozen_and_have_no_default_but_what_a_key_that_is_left_out_means() -> None:
-    defaults: dict[str, Any] = {}
+def test_sections_are_frozen_and_each_default_is_a_value_that_the_key_takes() -> None:
     for kind in set().union(*(sections_of(master, set()) for master in MASTERS)):
         assert kind.__dataclass_params__.frozen, kind
-        with_default = [f for f in dataclasses.fields(kind) if f.default is not dataclasses.MISSING]
-        defaults |= {f.name: f.default for f in with_default}
-        assert not any(f.default_factory is not dataclasses.MISSING for f in dataclasses.fields(kind)), kind
-    assert {name for name, value in defaults.items() if value is not None} == {
-        "tool_key", "split_validation_size", "seed", "output_key", "extract_answer", "repeat", "math_verify_impl",
-        "expose_http_server", "http_server_host", "http_server_port", "positive_example_nll_weight",
-        "max_trajectory_age_steps", "in_flight_weight_updates", "recompute_kv_cache_after_weight_updates",
-    }  # fmt: skip
+        for name, (hint, _) in keys_of(kind).items():
+            default = default_of(kind, name)
+            if default and not isinstance(default[0], ValueOf):
+                taken = TypeAdapter(hint).validate_python(default[0])
+                assert default == (list(taken) if isinstance(taken, tuple) else taken,), (kind, name)

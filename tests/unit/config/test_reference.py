@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 from nemo_offload_rl.config.keys import known_keys
 from nemo_offload_rl.config.reference import TARGET, main, render
 from nemo_offload_rl.keys.master import DistillationMasterConfig, DpoMasterConfig, GrpoMasterConfig, SftMasterConfig
@@ -20,8 +18,9 @@ def test_the_reference_names_every_key_once() -> None:
                 assert f"`{key}`" in text, key
 
 
-def test_defaults_are_shown_as_the_exemplar_writes_them(tmp_path: Path) -> None:
+def test_defaults_are_shown_as_a_file_would_write_them() -> None:
     text = render()
-    assert "| `policy.train_global_batch_size` | integer >= 1 | `512` |" in text
+    assert "| `policy.train_global_batch_size` | integer >= 1 | *required* |" in text
+    assert "| `policy.generation.vllm_cfg.expose_http_server` | true or false | `false` |" in text
     assert "| `policy.logprob_batch_size` | integer >= 1 | `${policy.train_micro_batch_size}` |" in text
     assert "| `policy.logprob_chunk_size` | integer >= 1 or null | `null` |" in text

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -7,9 +8,12 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+import yaml
+from nemo_rl_files import grpo_file
 
 from nemo_offload_rl.config.validate import validate_keys
 from nemo_offload_rl.keys.master import GrpoMasterConfig
+from nemo_offload_rl.migrate import migrate
 from nemo_offload_rl.runs.loading import load_grpo_config
 from nemo_offload_rl.utils.config import load_config
 
@@ -45,7 +49,7 @@ def test_files_that_configurations_name_exist() -> None:
             assert default[key] is None or Path(default[key]).is_file(), f"{path}: data.default.{key}"
 
 
-def test_a_wheel_has_the_exemplars_that_defaults_name_from_any_folder(tmp_path):
+def test_a_wheel_has_the_exemplars_that_defaults_name_from_any_folder_and_converts_files_of_nemo_rl(tmp_path):
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(name, tmp_path)
     for name in ("nemo_offload_rl", "examples"):
@@ -55,6 +59,13 @@ def test_a_wheel_has_the_exemplars_that_defaults_name_from_any_folder(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     with ZipFile(wheel) as archive:
         packed = {Path(name).name: archive.read(name) for name in archive.namelist() if "/exemplars/" in name}
+        archive.extractall(tmp_path / "installed")
     assert packed == {path.name: path.read_bytes() for path in Path("examples/configs").glob("*.yaml")}
     (tmp_path / "mine.yaml").write_text("defaults: sft.yaml\n")
     assert load_config(tmp_path / "mine.yaml") == load_config("examples/configs/sft.yaml")
+    (tmp_path / "their.yaml").write_text(yaml.safe_dump(grpo_file()))
+    command = [sys.executable, "-m", "nemo_offload_rl.migrate", "../their.yaml", "-o", "our.yaml"]
+    installed = tmp_path / "installed"
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    subprocess.run(command, cwd=installed, env=environment, check=True, capture_output=True)
+    assert yaml.safe_load((installed / "our.yaml").read_text()) == migrate(grpo_file()).config

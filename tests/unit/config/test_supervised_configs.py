@@ -127,5 +127,5 @@ def test_a_configuration_of_another_algorithm_is_refused_with_its_launch_script(
         load_dpo_config(SFT)
     with pytest.raises(ConfigError, match=r"configures dpo, not grpo; .*run_dpo\.py"):
         load_grpo_config(DPO)
-    with pytest.raises(ConfigError, match=r"sft\.max_num_steps: missing.*defaults: sft\.yaml"):
-        load_sft_config(SFT, ["~sft.max_num_steps"])
+    with pytest.raises(ConfigError, match=r"sft\.val_period: missing.*defaults: sft\.yaml"):
+        load_sft_config(SFT, ["~sft.val_period"])

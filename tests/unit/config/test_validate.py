@@ -80,7 +80,7 @@ def test_a_removed_key_is_refused_with_what_to_do(override: str) -> None:
         ("data.train.operators=[/]", "data.train.operators.0: given the text '/', wanted one of +, -, *"),
         ("data.train.dataset_name=foo", "data.train.dataset_name: given 'foo', wanted one of 'arithmetic'"),
         ("~data.train.dataset_name", "data.train.dataset_name: missing"),
-        ("~grpo.seed", "seed"),
+        ("~grpo.val_period", "val_period"),
         ("~data.train.size", "data.train.size: missing; set it"),
         ("env.arithmetic.num_workers=-1", "env.arithmetic.num_workers: given -1, wanted integer >= 0"),
     ],
@@ -135,8 +135,8 @@ def test_the_megatron_section_may_be_deleted() -> None:
         ("policy.nonsense=1", "policy.nonsense: unknown key; policy has "),
         ("data.train.split=a", "data.train.split: not a key of the kind that this data.train is"),
         (
-            "env.arithmetic.retry_message=no",
-            "env.arithmetic.retry_message: not set by the file; write +env.arithmetic.r",
+            "data.train.env_name=no",
+            "data.train.env_name: not set by the file; write +data.train.env_name",
         ),
         (
             "policy.optimizer.kwargs.foreach=true",

@@ -230,7 +230,7 @@ def test_our_own_files_are_not_taken_for_theirs():
         assert not is_nemo_rl(config)
         with pytest.raises(ConfigError, match="none of the keys that only NeMo-RL has"):
             migrate(config)
-    with pytest.raises(ConfigError, match="trains by none of grpo, sft, dpo"):
+    with pytest.raises(ConfigError, match="trains by none of grpo, distillation, sft, dpo"):
         migrate({"ppo": {}, "grpo": {}})
 
 
