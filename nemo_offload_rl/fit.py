@@ -17,7 +17,7 @@ from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.utils.cli import run_main
 
 if TYPE_CHECKING:
-    from nemo_offload_rl.config.rules.phases import PhaseUse
+    from nemo_offload_rl.memory.account import Account, PhaseUse
 
 _GIB = 2**30
 _FEWEST_PARAMETERS = 10_000  # of any model that is worth a plan
@@ -25,38 +25,34 @@ _FEWEST_PARAMETERS = 10_000  # of any model that is worth a plan
 
 @dataclass(frozen=True)
 class Fit:
-    """What a run takes of a machine.
+    """Memory that a run takes of a machine.
 
     Attributes:
-        num_parameters: Of the policy's model.
-        gpu_bytes: Of a GPU.
-        host_bytes: Main memory that the run may take.
+        account: Of the run on the machine.
         phases: Of one GPU.
         owners: Main memory by owner, in bytes, of all processes of a host.
         streamed: Rows of the plan whose groups are on the GPU part by part only.
         omits_teacher: A teacher's size is not known.
-        table: The residency plan of a worker, as text.
         host_line: What the host holds, as text.
         problems: Why it does not fit, and what to change; empty where it does.
     """
 
-    num_parameters: int
-    gpu_bytes: int
-    host_bytes: int
+    account: Account
     phases: tuple[PhaseUse, ...]
     owners: dict[str, int]
     streamed: tuple[str, ...]
     omits_teacher: bool
-    table: str
     host_line: str
     problems: tuple[str, ...]
 
     def render(self) -> str:
         """As text."""
+        plan, machine = self.account.plan, self.account.machine
+        assert self.account.num_parameters and machine.gpu_bytes and machine.planned_host_bytes
         lines = [
-            f"{self.num_parameters / 1e9:.2f} B parameters; residency plan of each policy worker:",
-            self.table,
-            f"{'GPU, GiB of ' + format(self.gpu_bytes / _GIB, '.1f'):22s}"
+            f"{self.account.num_parameters / 1e9:.2f} B parameters; residency plan of each policy worker:",
+            plan.plan.render(plan.sizes),
+            f"{'GPU, GiB of ' + format(machine.gpu_bytes / _GIB, '.1f'):22s}"
             + "".join(f"{title:>10s}" for title in ("policy", "engine", "other", "left", "early")),
         ]
         for use in self.phases:
@@ -70,15 +66,14 @@ class Fit:
                 f"of {' and '.join(self.streamed)} the embedding's part counts, if the model's config.json is there; "
                 "others come where there is room"
             )
-        lines.append(f"{self.host_line}, of {self.host_bytes / _GIB:.2f}")
-        lines += [f"does not fit: {problem}" for problem in self.problems]
-        return "\n".join(lines)
+        lines.append(f"{self.host_line}, of {machine.planned_host_bytes / _GIB:.2f}")
+        return "\n".join([*lines, *(f"does not fit: {problem}" for problem in self.problems)])
 
 
 def plan_fit(
     path: str | Path, overrides: Sequence[str], gpu_gib: float, host_gib: float, num_parameters: int | None = None
 ) -> Fit:
-    """What a run takes of GPUs of `gpu_gib` on a host of `host_gib`.
+    """Count what a run takes of GPUs of `gpu_gib` on a host of `host_gib`.
 
     Args:
         path: The configuration of a run that trains.
@@ -90,43 +85,34 @@ def plan_fit(
     Raises:
         ConfigError: The configuration is wrong whatever the machine, or nothing is known of the model.
     """
-    from nemo_offload_rl.config.rules import memory, phases
+    from nemo_offload_rl.config.rules import broken
     from nemo_offload_rl.config.validate import join_problems
+    from nemo_offload_rl.memory.account import Account
     from nemo_offload_rl.memory.host_plan import host_bytes_by_owner, render_host_plan
+    from nemo_offload_rl.memory.machine import Machine
     from nemo_offload_rl.memory.ray_memory import share_in_use
-    from nemo_offload_rl.residency import TEACHER
     from nemo_offload_rl.runs.loading import load_for_planning
 
     cfg, rules = load_for_planning(path, overrides)
     if not cfg.cluster.gpus_per_node:
         raise ConfigError("cluster.gpus_per_node is 0, and the plan is for GPUs; set it to their number on a host")
     host_bytes = int(share_in_use(int(host_gib * _GIB)) * host_gib * _GIB)
-    machine = memory.Machine(int(gpu_gib * _GIB), host_bytes, num_parameters)
-    with memory.planned_for(machine):
-        count, groups = memory.num_parameters(cfg), memory.group_bytes(cfg)
-        if count is None or groups is None:
-            raise ConfigError(
-                f"policy.model_name={cfg.policy.model_name} is no local folder with weights; give --parameters"
-            )
-        of_memory = (*memory.RULES, *memory.ROLLOUT_RULES, *phases.RULES, *phases.ROLLOUT_RULES)
-        found = {rule: rule(cfg) for rule in rules}
-        wrong = [message for rule, message in found.items() if message is not None and rule not in of_memory]
-        if wrong:
-            raise ConfigError(join_problems(wrong))
-        need, uses = memory.host_need(cfg, groups), phases.phase_uses(cfg)
-    plan = need.resolve()
-    workers = cfg.cluster.workers_per_node
+    account = Account(cfg, Machine(int(gpu_gib * _GIB), host_bytes), num_parameters)
+    if account.num_parameters is None:
+        raise ConfigError(
+            f"policy.model_name={cfg.policy.model_name} is no local folder with weights; give --parameters"
+        )
+    if wrong := broken(rules.rules, cfg):
+        raise ConfigError(join_problems(wrong))
+    sizes, workers = account.plan.sizes, cfg.cluster.workers_per_node
     return Fit(
-        num_parameters=count,
-        gpu_bytes=machine.gpu_bytes,
-        host_bytes=host_bytes,
-        phases=tuple(uses),
-        owners=host_bytes_by_owner(need, "cuda", workers),
-        streamed=tuple(sorted(phases.parts_of(need) & {name for name, size in plan.sizes.items() if size})),
-        omits_teacher=hasattr(cfg, "teacher") and TEACHER not in plan.sizes,
-        table=plan.plan.render(plan.sizes),
-        host_line=render_host_plan(need, "cuda", workers),
-        problems=tuple(message for message in found.values() if message),
+        account=account,
+        phases=account.phases,
+        owners=host_bytes_by_owner(account.need, "cuda", workers),
+        streamed=tuple(sorted(row for row in account.rows_in_parts if sizes[row])),
+        omits_teacher=hasattr(cfg, "teacher") and account.teacher_bytes is None,
+        host_line=render_host_plan(account.need, "cuda", workers),
+        problems=tuple(broken(rules.memory, account)),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.data_source import TaskKeys
@@ -18,30 +18,16 @@ from nemo_offload_rl.keys.master import (
     RolloutMasterConfig,
     SftMasterConfig,
 )
-from nemo_offload_rl.keys.policy import PolicyConfig, TeacherConfig, TrainedPolicyConfig
+from nemo_offload_rl.keys.policy import TeacherConfig
 from nemo_offload_rl.keys.run_configs import DistillationConfig, DpoConfig, EvalConfig, GrpoConfig, SftConfig
 from nemo_offload_rl.keys.section import as_written, extend, from_mapping, keys_of
-from nemo_offload_rl.keys.worker import PolicySettings, TeacherSettings, TokenFilter
+from nemo_offload_rl.keys.worker import PolicySettings, TeacherSettings, grpo_worker, supervised_worker
 from nemo_offload_rl.utils.sockets import listening
-
-# What a policy worker is told where nothing generates.
-_NO_ROLLOUTS: Mapping[str, Any] = {
-    "logprob_temperature": 1.0,
-    "logprob_filter": None,
-    "engine_memory_share": 0.0,
-    "engine_kv_cache_gib": None,
-    "colocated": False,
-    "residency": "always",
-    "residency_overrides": {},
-    "suspend_nccl_comms": False,
-    "refit_buffer_size_gib": 0.0,
-}
 
 
 def to_grpo_config(cfg: GrpoMasterConfig, resolved: Mapping[str, Any]) -> GrpoConfig:
     """The configuration of a run from one that passed `validate_keys` and `check_rules`, and its plain dictionaries."""
-    worker, data = grpo_worker(cfg.policy, cfg.grpo.seed), with_task_keys(type(cfg.data), resolved["data"])
-    return extend(GrpoConfig, cfg, data=data, worker=worker, engine=_engine(cfg), resolved=as_written(resolved))
+    return _of_run(GrpoConfig, cfg, resolved, worker=grpo_worker(cfg.policy, cfg.grpo.seed), engine=_engine(cfg))
 
 
 def to_distillation_config(cfg: DistillationMasterConfig, resolved: Mapping[str, Any]) -> DistillationConfig:
@@ -49,20 +35,11 @@ def to_distillation_config(cfg: DistillationMasterConfig, resolved: Mapping[str,
     worker = grpo_worker(cfg.policy, cfg.distillation.seed)
     model, topk = teacher_model(worker, cfg.teacher), cfg.distillation.topk_logits_k
     teacher = TeacherSettings(model=model, topk=topk, streams_layers=cfg.teacher.stream_layers)
-    data, engine = with_task_keys(type(cfg.data), resolved["data"]), _engine(cfg)
-    return extend(
-        DistillationConfig,
-        cfg,
-        data=data,
-        worker=worker,
-        teacher_worker=teacher,
-        engine=engine,
-        resolved=as_written(resolved),
-    )
+    return _of_run(DistillationConfig, cfg, resolved, worker=worker, teacher_worker=teacher, engine=_engine(cfg))
 
 
 def _engine(cfg: RolloutMasterConfig) -> VllmSettings:
-    """What an engine is told."""
+    """The settings of an engine."""
     policy, (_, section) = cfg.policy, cfg.algorithm
     return extend(
         VllmSettings,
@@ -111,7 +88,7 @@ def teacher_model(worker: PolicySettings, teacher: TeacherConfig) -> PolicySetti
 
 
 def _endpoint(cfg: RolloutMasterConfig) -> EndpointSettings | None:
-    """What the engines serve over HTTP, if anything."""
+    """The settings of the engines' HTTP endpoint; None without one."""
     vllm = cfg.policy.generation.vllm_cfg
     if not vllm.expose_http_server:
         return None
@@ -126,16 +103,12 @@ def _endpoint(cfg: RolloutMasterConfig) -> EndpointSettings | None:
 
 def to_sft_config(cfg: SftMasterConfig, resolved: Mapping[str, Any]) -> SftConfig:
     """As `to_grpo_config`."""
-    worker = supervised_worker(cfg.policy, cfg.sft.seed)
-    data = with_task_keys(type(cfg.data), resolved["data"])
-    return extend(SftConfig, cfg, data=data, worker=worker, resolved=as_written(resolved))
+    return _of_run(SftConfig, cfg, resolved, worker=supervised_worker(cfg.policy, cfg.sft.seed))
 
 
 def to_dpo_config(cfg: DpoMasterConfig, resolved: Mapping[str, Any]) -> DpoConfig:
     """As `to_grpo_config`."""
-    worker = supervised_worker(cfg.policy, cfg.dpo.seed, rows_per_item=2)
-    data = with_task_keys(type(cfg.data), resolved["data"])
-    return extend(DpoConfig, cfg, data=data, worker=worker, resolved=as_written(resolved))
+    return _of_run(DpoConfig, cfg, resolved, worker=supervised_worker(cfg.policy, cfg.dpo.seed, rows_per_item=2))
 
 
 def to_eval_config(cfg: EvalMasterConfig, resolved: Mapping[str, Any]) -> EvalConfig:
@@ -155,8 +128,7 @@ def to_eval_config(cfg: EvalMasterConfig, resolved: Mapping[str, Any]) -> EvalCo
     )
     is_models = cfg.tokenizer.name == generation.model_name
     tokenizer = replace(cfg.tokenizer, name=model_name) if is_models else cfg.tokenizer
-    data = with_task_keys(type(cfg.data), resolved["data"])
-    return extend(EvalConfig, cfg, data=data, tokenizer=tokenizer, engine=engine, resolved=as_written(resolved))
+    return _of_run(EvalConfig, cfg, resolved, tokenizer=tokenizer, engine=engine)
 
 
 def model_folder(name: str) -> str:
@@ -184,27 +156,10 @@ def model_folder(name: str) -> str:
     )
 
 
-def grpo_worker(policy: PolicyConfig, seed: int) -> PolicySettings:
-    """What a policy worker of GRPO is told."""
-    generation = policy.generation
-    vllm = generation.vllm_cfg
-    return extend(
-        PolicySettings,
-        policy,
-        logprob_temperature=generation.temperature,
-        logprob_filter=TokenFilter.of(generation.top_k, generation.top_p),
-        engine_memory_share=vllm.gpu_memory_utilization,
-        engine_kv_cache_gib=vllm.kv_cache_memory_gib,
-        colocated=generation.colocated.enabled and vllm.enable_sleep_mode,
-        seed=seed,
-    )
-
-
-def supervised_worker(policy: TrainedPolicyConfig, seed: int, rows_per_item: int = 1) -> PolicySettings:
-    """What a policy worker of SFT or DPO is told; batch sizes in the YAML count items, those of a worker rows."""
-    sizes = ("train_global_batch_size", "train_micro_batch_size", "logprob_batch_size")
-    in_rows = {name: rows_per_item * getattr(policy, name) for name in sizes}
-    return extend(PolicySettings, policy, **_NO_ROLLOUTS, **in_rows, seed=seed)
+def _of_run[Config](target: type[Config], cfg: Any, resolved: Mapping[str, Any], **more: Any) -> Config:
+    """The configuration of a run: its keys, with the data sets filled in, the dictionaries for its records, `more`."""
+    data = with_task_keys(cast("type[Any]", type(cfg.data)), resolved["data"])
+    return extend(target, cfg, data=data, resolved=as_written(resolved), **more)
 
 
 def with_task_keys[Data](kind: type[Data], data: Mapping[str, Any]) -> Data:

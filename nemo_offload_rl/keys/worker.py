@@ -1,17 +1,33 @@
-"""What a policy worker is told: the keys of `policy`, and what it needs from elsewhere, in its own terms."""
+"""Settings of a policy worker: the keys of `policy`, and values from other sections in its own terms."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from nemo_offload_rl.keys.policy import (
+    PolicyConfig,
     RolloutKeys,
     SchedulerEntry,
     SchedulerMilestonesConfig,
     SchedulerPhaseConfig,
     TrainedPolicyConfig,
 )
+from nemo_offload_rl.keys.section import extend
+
+# Settings of a policy worker where nothing generates.
+_NO_ROLLOUTS: Mapping[str, Any] = {
+    "logprob_temperature": 1.0,
+    "logprob_filter": None,
+    "engine_memory_share": 0.0,
+    "engine_kv_cache_gib": None,
+    "colocated": False,
+    "residency": "always",
+    "residency_overrides": {},
+    "suspend_nccl_comms": False,
+    "refit_buffer_size_gib": 0.0,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +92,7 @@ class PolicySettings(RolloutKeys, TrainedPolicyConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherSettings:
-    """What a worker is told of its teacher.
+    """Settings of a worker's teacher.
 
     Attributes:
         model: The teacher in a policy's terms; what is about training is not read.
@@ -87,3 +103,26 @@ class TeacherSettings:
     model: PolicySettings
     topk: int | None
     streams_layers: bool = False
+
+
+def grpo_worker(policy: PolicyConfig, seed: int) -> PolicySettings:
+    """The settings of a policy worker where an engine generates."""
+    generation = policy.generation
+    vllm = generation.vllm_cfg
+    return extend(
+        PolicySettings,
+        policy,
+        logprob_temperature=generation.temperature,
+        logprob_filter=TokenFilter.of(generation.top_k, generation.top_p),
+        engine_memory_share=vllm.gpu_memory_utilization,
+        engine_kv_cache_gib=vllm.kv_cache_memory_gib,
+        colocated=generation.colocated.enabled and vllm.enable_sleep_mode,
+        seed=seed,
+    )
+
+
+def supervised_worker(policy: TrainedPolicyConfig, seed: int, rows_per_item: int = 1) -> PolicySettings:
+    """The settings of a policy worker of SFT or DPO; batch sizes in the YAML count items, those of a worker rows."""
+    sizes = ("train_global_batch_size", "train_micro_batch_size", "logprob_batch_size")
+    in_rows = {name: rows_per_item * getattr(policy, name) for name in sizes}
+    return extend(PolicySettings, policy, **_NO_ROLLOUTS, **in_rows, seed=seed)

@@ -1,12 +1,11 @@
-"""What a worker and its neighbours take of a host's memory: counted, compared with the limits, refused with advice.
+"""Host memory of a worker and of the processes next to it: counted, compared with limits, refused with advice.
 
-Advice is never worked out from the numbers alone: a change of settings is named only after the plan was resolved again
-with it and fits.
+Advice names a change of settings only after the plan was resolved again with it and fits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -14,18 +13,19 @@ from nemo_offload_rl.backends.megatron.optimizer_spec import optimizer_spec
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.megatron import MegatronConfig
 from nemo_offload_rl.keys.worker import PolicySettings
-from nemo_offload_rl.memory.ray_memory import as_started_here, host_limits
-from nemo_offload_rl.protocols.backend import COMPUTE_DTYPES
+from nemo_offload_rl.memory.machine import Machine
+from nemo_offload_rl.memory.ray_memory import host_limits
+from nemo_offload_rl.protocols.backend import COMPUTE_DTYPES, ExpectedBytes
 from nemo_offload_rl.residency import (
     BASE,
     OPTIMIZER,
     OPTIMIZER_PART,
     PARAMS,
+    PARAMS_PART,
     REFERENCE,
     TEACHER,
     TEACHER_HEAD,
     TEACHER_LAYER,
-    HostLimit,
     HostShare,
     HostShortage,
     Phase,
@@ -35,7 +35,6 @@ from nemo_offload_rl.residency import (
     choose_resident,
     judge_host_memory,
     reserve_host_memory,
-    resident_bytes,
     resolve_plan,
 )
 
@@ -75,7 +74,7 @@ class HostPlan:
 
 @dataclass(frozen=True)
 class HostNeed:
-    """What decides how much host memory a worker takes.
+    """The quantities that decide how much host memory a worker takes.
 
     Attributes:
         settings: The policy's settings.
@@ -98,21 +97,16 @@ class HostNeed:
 
     def resolve(self) -> HostPlan:
         """The plan of these settings."""
-        settings, sizes = self.settings, self.sizes
-        plan = resolve_plan(
-            replace(
-                _plain_plan(settings, sizes),
-                resident_groups=resident_groups(settings, sizes, self.device_bytes),
-            )
-        )
+        settings, sizes = self.settings, dict(self.sizes)
+        resident = resident_groups(settings, sizes, self.device_bytes)
+        plan = resolve_plan(replace(_plain_plan(settings, sizes), resident_groups=resident))
         held = {name: size for name, size in sizes.items() if plan.leaves_the_device(name)}
-        if not self.reference_bytes:
-            return HostPlan(plan, dict(sizes), held)
-        if self.reference_is_cast:
-            # Swapped in without room beside them, it pushes the policy's own parameters to the host.
-            held[PARAMS] = sizes[PARAMS]
-        reference = {REFERENCE: self.reference_bytes}
-        return HostPlan(plan, {**sizes, **reference}, {**held, **reference})
+        if self.reference_bytes:
+            sizes[REFERENCE] = held[REFERENCE] = self.reference_bytes
+            if self.reference_is_cast:
+                # Swapped in without room next to them, it pushes the policy's own parameters to the host.
+                held[PARAMS] = sizes[PARAMS]
+        return HostPlan(plan, sizes, held)
 
     def state_parts(self) -> dict[str, int]:
         """Bytes by name of offloaded state and activations: what `policy.host_memory_budget_gib` bounds."""
@@ -122,6 +116,51 @@ class HostNeed:
     def parts(self) -> dict[str, int]:
         """The same with everything else that this worker is still to take."""
         return {**self.state_parts(), **self.other}
+
+
+def host_need(
+    settings: PolicySettings,
+    expected: ExpectedBytes,
+    *,
+    device_type: str,
+    device_bytes: int,
+    num_workers: int | None = None,
+    loaded: Collection[str] = (),
+    engine_weight_bytes: int | None = None,
+) -> HostNeed:
+    """Count what a worker is still to take of its host's memory.
+
+    Args:
+        settings: The policy's settings.
+        expected: Bytes of its state by row of the plan, of a reference if one is kept, of loading and activations.
+        device_type: `cuda` or `cpu`, where the state in use and an engine take main memory as well.
+        device_bytes: Memory of the worker's device.
+        num_workers: Workers of the host, where processes are still to start; None in a worker that runs.
+        loaded: Rows whose state is in memory already.
+        engine_weight_bytes: Of an engine on the CPU; None for as many as the worker's own.
+    """
+    sizes = expected.state
+    if num_workers is None:
+        other = {PROCESS: GROWTH_BYTES, LOADING: expected.loading}
+    else:
+        other = process_bytes(settings, device_type, num_workers)
+    if device_type == "cpu":
+        gradients_bytes = sizes[PARAMS]
+        other[DEVICE_STATE] = sum(size for row, size in sizes.items() if row not in loaded) + gradients_bytes
+        if settings.engine_memory_share > 0:
+            if engine_weight_bytes is None:
+                engine_weight_bytes = sum(sizes.get(row, 0) for row in (PARAMS, PARAMS_PART, BASE))
+            cache_bytes = int((settings.engine_kv_cache_gib or 0.0) * _GIB)
+            other[ENGINE] = engine_weight_bytes + cache_bytes + ENGINE_PROCESS_BYTES["cpu"]
+    return HostNeed(
+        settings=settings,
+        sizes=sizes,
+        reference_bytes=expected.reference,
+        device_bytes=device_bytes,
+        other=other,
+        activation_bytes=expected.activations,
+        reference_is_cast=expected.reference_is_cast,
+    )
 
 
 def claim_host_memory(need: HostNeed) -> int:
@@ -138,64 +177,67 @@ def claim_host_memory(need: HostNeed) -> int:
     return _granted(need, reserve_host_memory(need.parts(), host_limits()))
 
 
-def foresee_host_memory(
-    need: HostNeed, num_workers: int, device_type: str, limits: Sequence[HostLimit] | None = None
-) -> None:
-    """The same before anything has started, for workers that are all to run on one host.
+def foresee_host_memory(need: HostNeed, num_workers: int, device_type: str, machine: Machine) -> None:
+    """Check the same before anything has started, for workers that all run on one machine.
 
-    Whole processes count: of the workers, of the engines that share their devices, and of the driver.
+    A budget takes the place of the limits of the present machine.
 
     Args:
-        need: Of one of the workers, without its process; they are taken to need the same.
+        need: Of each of the workers, with the processes that are to start.
         num_workers: How many there will be.
         device_type: `cuda` or `cpu`.
-        limits: Of that host, for all processes; None reads those of this one, where no budget takes their place.
+        machine: Where they will run.
 
     Raises:
         ConfigError: They will not fit.
     """
     if need.settings.host_memory_budget_gib is not None:
         _within_budget(need, need.settings.host_memory_budget_gib)
-        if limits is None:
+        if not machine.is_planned:
             return
-    driver_bytes = DRIVER_BYTES[device_type]
-    if limits is None:
-        limits = [limit for limit in host_limits(as_started_here()) if not limit.name.startswith("RLIMIT")]
-        driver_bytes = max(0, driver_bytes - resident_bytes())  # what it has by now is not left
-    whole = replace(need, other={**process_bytes(need, device_type, num_workers), **need.other})
-    left = [replace(limit, left_bytes=max(0, limit.left_bytes - driver_bytes)) for limit in limits]
-    _granted(whole, judge_host_memory([(left, whole.parts())] * num_workers, 0))
+    left = machine.host_limits(DRIVER_BYTES[device_type])
+    _granted(need, judge_host_memory([(left, need.parts())] * num_workers, 0))
 
 
 def _within_budget(need: HostNeed, budget_gib: float) -> int:
     state, budget_bytes = need.state_parts(), int(budget_gib * _GIB)
     if sum(state.values()) > budget_bytes:
         where = f"policy.host_memory_budget_gib leaves {budget_bytes / _GIB:.2f} GiB"
-        raise ConfigError(refusal(need, state, where, budget_bytes))
+        raise ConfigError(_host_refusal(need, state, where, budget_bytes))
     return budget_bytes - need.activation_bytes
 
 
 def _granted(need: HostNeed, verdict: HostShare | HostShortage) -> int:
     if isinstance(verdict, HostShortage):
-        raise ConfigError(refusal(need, verdict.parts, where_short(verdict), verdict.worker_bytes))
+        left = f"{verdict.limit.name} leaves {verdict.limit.left_bytes / _GIB:.2f} GiB"
+        if verdict.num_ranks > 1:
+            left += f" for {verdict.num_ranks} workers that need {verdict.needed_bytes / _GIB:.2f}"
+        raise ConfigError(_host_refusal(need, verdict.parts, left, verdict.worker_bytes))
     return verdict.num_bytes - sum(need.parts().values()) + sum(need.resolve().arena.values())
 
 
-def where_short(shortage: HostShortage) -> str:
-    """The limit and what it leaves, and for how many workers."""
-    left = f"{shortage.limit.name} leaves {shortage.limit.left_bytes / _GIB:.2f} GiB"
-    if shortage.num_ranks == 1:
-        return left
-    return f"{left} for {shortage.num_ranks} workers that need {shortage.needed_bytes / _GIB:.2f}"
+def _host_refusal(need: HostNeed, parts: Mapping[str, int], left: str, left_bytes: int) -> str:
+    fix = advice(need, sum(parts.values()), left_bytes)
+    return refusal("offloaded state of one worker", parts, "of host memory", left, fix, digits=2)
 
 
-def refusal(need: HostNeed, parts: Mapping[str, int], where: str, budget_bytes: int) -> str:
-    """One line on a worker that needs `parts` where `budget_bytes` are left."""
-    shown = ", ".join(f"{name} {size / _GIB:.2f}" for name, size in parts.items() if size)
-    return (
-        f"offloaded state of one worker needs {sum(parts.values()) / _GIB:.2f} GiB of host memory ({shown}), but "
-        f"{where}; {advice(need, sum(parts.values()), budget_bytes)}"
-    )
+def refusal(
+    subject: str, parts: Mapping[str, int], where: str, has: str, fix: str, *, note: str = "", digits: int = 1
+) -> str:
+    """Compose the one line on memory that is not enough.
+
+    Args:
+        subject: Who needs it.
+        parts: Bytes by name, which add up to what is needed.
+        where: In which memory.
+        has: What there is.
+        fix: What to change.
+        note: What is not counted.
+        digits: Of numbers in GiB, behind the point.
+    """
+    needed_gib = sum(parts.values()) / _GIB
+    shown = ", ".join(f"{name} {size / _GIB:.{digits}f}" for name, size in parts.items() if size)
+    return f"{subject} needs {needed_gib:.{digits}f} GiB {where} ({shown}){note}, but {has}; {fix}"
 
 
 @dataclass(frozen=True)
@@ -213,14 +255,15 @@ def advice(need: HostNeed, needed_bytes: int, budget_bytes: int) -> str:
     if need.activation_bytes and room_gib > 0:
         section = need.settings.backend.section
         return f"lower policy.{section}.activation_offload_host_limit_gib to {room_gib}, or raise the limit"
-    # Parts outside of the state are what was counted beside it, on whichever rank.
-    beside_bytes = needed_bytes - sum(need.state_parts().values())
+    # The rest was counted on the rank that is short, and is not offloaded state.
+    other_bytes = needed_bytes - sum(need.state_parts().values())
     best: tuple[int, int, int, str] | None = None
-    for chosen in _subsets(_changes(need)):
+    changes = _changes(need)
+    for chosen in (some for count in range(len(changes)) for some in combinations(changes, count + 1)):
         changed = need
         for change in chosen:
             changed = change.apply(changed)
-        rest = sum(changed.state_parts().values()) + beside_bytes
+        rest = sum(changed.state_parts().values()) + other_bytes
         rank = max(change.rank for change in chosen)
         found = (-len(chosen), -rank, rest, " ".join(change.override for change in chosen))
         if rest <= budget_bytes and (best is None or found[:3] > best[:3]):
@@ -230,11 +273,6 @@ def advice(need: HostNeed, needed_bytes: int, budget_bytes: int) -> str:
     if best is None:
         return "no setting makes it fit: raise the limit, or use more hosts with fewer workers each"
     return f"use {best[3]}, which needs {best[2] / _GIB:.2f} GiB, or raise the limit"
-
-
-def _subsets(changes: Sequence[Change]) -> Iterator[tuple[Change, ...]]:
-    for count in range(1, len(changes) + 1):
-        yield from combinations(changes, count)
 
 
 def _changes(need: HostNeed) -> list[Change]:
@@ -307,7 +345,7 @@ def _without_streaming(need: HostNeed) -> HostNeed:
 
 
 def _plain_plan(settings: PolicySettings, sizes_bytes: Mapping[str, int]) -> ResidencySettings:
-    """What shapes the plan, without what may stay on the device."""
+    """The settings of the plan, without the groups that may stay on the device."""
     return ResidencySettings(
         colocated=settings.colocated,
         use_pinned_optimizer_offload=settings.use_pinned_optimizer_offload,
@@ -351,7 +389,7 @@ def resident_groups(settings: PolicySettings, sizes_bytes: Mapping[str, int], de
 
 
 def beside_engine_bytes(settings: PolicySettings, device_bytes: int) -> int:
-    """What a worker's tensors may have of a device of `device_bytes` while the engine is awake; 0 for nothing."""
+    """Bytes of a device of `device_bytes` that a worker's tensors may take while the engine is awake; at least 0."""
     engine_bytes = int(settings.engine_memory_share * device_bytes)
     # The share does not bound a cache of a fixed size.
     engine_bytes += int((settings.engine_kv_cache_gib or 0.0) * _GIB)
@@ -361,14 +399,22 @@ def beside_engine_bytes(settings: PolicySettings, device_bytes: int) -> int:
     return max(0, room - SHARED_RESERVE_BYTES)
 
 
-def gpu_limit_refusal(limit_gib: float, total_gib: float | None) -> str:
-    """One line on a `policy.gpu_memory_limit_gib` above a GPU of `total_gib`, or without one (None)."""
-    if total_gib is None:
+def gpu_limit_problem(limit_gib: float | None, gpu_bytes: int | None, *, on_cpu: bool) -> str | None:
+    """One line on a `policy.gpu_memory_limit_gib` that is above the GPU's memory, or without one; None if it is right.
+
+    Args:
+        limit_gib: The limit; None for none.
+        gpu_bytes: Memory of the GPU; None where it is not known.
+        on_cpu: The policy trains on a CPU.
+    """
+    if limit_gib is None:
+        return None
+    if on_cpu:
         return f"policy.gpu_memory_limit_gib is {limit_gib}, but the policy trains on a CPU; set it to null"
-    return (
-        f"policy.gpu_memory_limit_gib is {limit_gib}, but the GPU has {total_gib:.1f} GiB; set it to less, or to null "
-        "for all of it"
-    )
+    if gpu_bytes is None or limit_gib * _GIB <= gpu_bytes:
+        return None
+    has = f"the GPU has {gpu_bytes / _GIB:.1f} GiB"
+    return f"policy.gpu_memory_limit_gib is {limit_gib}, but {has}; set it to less, or to null for all of it"
 
 
 def render_host_plan(need: HostNeed, device_type: str, num_workers: int) -> str:
@@ -386,22 +432,18 @@ def render_host_plan(need: HostNeed, device_type: str, num_workers: int) -> str:
     return f"{text} (of each policy worker: {state})" if state else text
 
 
-def process_bytes(need: HostNeed, device_type: str, num_workers: int) -> dict[str, int]:
+def process_bytes(settings: PolicySettings, device_type: str, num_workers: int) -> dict[str, int]:
     """Main memory of one of the workers of a host and of the engine process that shares its device, without state."""
     parts = {PROCESS: POLICY_PROCESS_BYTES[device_type]}
-    if not _has_engine_beside(need):
+    if settings.engine_memory_share == 0 or not settings.colocated:
         return parts
     over_several = device_type == "cuda" and num_workers > 1
-    return {**parts, ENGINE: ENGINE_OF_SEVERAL_BYTES if over_several else ENGINE_PROCESS_BYTES[device_type]}
-
-
-def _has_engine_beside(need: HostNeed) -> bool:
-    return need.settings.engine_memory_share > 0 and need.settings.colocated
+    return parts | {ENGINE: ENGINE_OF_SEVERAL_BYTES if over_several else ENGINE_PROCESS_BYTES[device_type]}
 
 
 def host_bytes_by_owner(need: HostNeed, device_type: str, num_workers: int) -> dict[str, int]:
     """Main memory by owner once a run is under way: `policy`, `engine` where one shares the devices, `driver`."""
-    in_use, processes = need.other.get(DEVICE_STATE, 0), process_bytes(need, device_type, num_workers)
+    in_use, processes = need.other.get(DEVICE_STATE, 0), process_bytes(need.settings, device_type, num_workers)
     worker_bytes = processes[PROCESS] + sum(need.state_parts().values()) + in_use
     owners = {"policy": num_workers * worker_bytes}
     if ENGINE in processes:

@@ -1,4 +1,4 @@
-"""What kills a worker for lack of host memory: Ray's memory monitor, or the kernel.
+"""Limits of host memory at which Ray's memory monitor or the kernel kills a worker.
 
 The monitor kills a worker once its host uses more than a share of its memory.
 

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 
 import torch
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.worker import PolicySettings
 from nemo_offload_rl.memory.host_plan import (
-    DEVICE_STATE,
-    ENGINE,
-    ENGINE_PROCESS_BYTES,
-    GROWTH_BYTES,
-    LOADING,
-    PROCESS,
     HostNeed,
     beside_engine_bytes,
     claim_host_memory,
-    gpu_limit_refusal,
+    gpu_limit_problem,
+    host_need,
 )
 from nemo_offload_rl.policy.teacher import Teacher
 from nemo_offload_rl.protocols.backend import ExpectedBytes, PolicyBackend, ProcessInfo
@@ -52,12 +47,12 @@ def limit_gpu_memory(limit_gib: float | None, device: Device, process: ProcessIn
     Raises:
         ConfigError: The device is main memory, or smaller than the limit.
     """
-    if limit_gib is None:
-        return
-    total_gib = device.total_bytes() / 2**30
-    if device.is_host_memory or limit_gib > total_gib:
-        raise ConfigError(gpu_limit_refusal(limit_gib, None if device.is_host_memory else total_gib))
-    torch.cuda.set_per_process_memory_fraction(limit_gib / total_gib, torch.device(process.device))
+    total_bytes = device.total_bytes()
+    problem = gpu_limit_problem(limit_gib, total_bytes, on_cpu=device.is_host_memory)
+    if problem is not None:
+        raise ConfigError(problem)
+    if limit_gib is not None:
+        torch.cuda.set_per_process_memory_fraction(limit_gib * 2**30 / total_bytes, torch.device(process.device))
 
 
 def begin_host_memory(
@@ -80,16 +75,9 @@ def begin_host_memory(
         ConfigError: The state will not fit into host memory.
     """
     arena = HostArena(device.new_region)
-    if sizes := expected.state:
-        need = HostNeed(
-            settings=settings,
-            sizes=sizes,
-            reference_bytes=expected.reference if keep_reference else 0,
-            device_bytes=device.total_bytes(),
-            other={PROCESS: GROWTH_BYTES, LOADING: expected.loading, **_state_in_use(settings, sizes, device, sizes)},
-            activation_bytes=expected.activations,
-            reference_is_cast=expected.reference_is_cast,
-        )
+    if expected.state:
+        kept = expected if keep_reference else replace(expected, reference=0)
+        need = host_need(settings, kept, device_type=_type_of(device), device_bytes=device.total_bytes())
         arena.limit_bytes = claim_host_memory(need)
         plan = need.resolve()
         arena.begin_reserve(plan.plan.host_bytes(plan.arena))
@@ -112,20 +100,17 @@ def build_manager(
     """
     sizes = {**backend.expected_bytes(), **(teacher.expected_bytes() if teacher is not None else {})}
     loaded = {PARAMS, PARAMS_PART, BASE, TEACHER, TEACHER_LAYER, TEACHER_HEAD}  # and gradients, where they have buffers
-    rest = {name: size for name, size in sizes.items() if name not in loaded}
     groups = [*backend.state_groups(), *(teacher.state_groups() if teacher is not None else ())]
     params = next(group for group in groups if group.name == PARAMS)
     parts = [group for group in groups if row_of(group.name) == PARAMS_PART]
-    reference_bytes = snapshot_bytes(params) + sum(map(part_copy_bytes, parts))
-    need = HostNeed(
-        settings=settings,
-        sizes=sizes,
-        reference_bytes=reference_bytes if keep_reference else 0,
-        device_bytes=device.total_bytes(),
-        other={PROCESS: GROWTH_BYTES, **_state_in_use(settings, rest, device, sizes)},
-        activation_bytes=backend.activation_host_bytes(),
+    expected = ExpectedBytes(
+        state=sizes,
+        loading=0,
+        reference=snapshot_bytes(params) + sum(map(part_copy_bytes, parts)) if keep_reference else 0,
+        activations=backend.activation_host_bytes(),
         reference_is_cast=snapshot_is_cast(params),
     )
+    need = host_need(settings, expected, device_type=_type_of(device), device_bytes=device.total_bytes(), loaded=loaded)
     if not arena.reserved_bytes:
         arena.limit_bytes = claim_host_memory(need)
     plan = need.resolve()
@@ -149,18 +134,5 @@ def build_manager(
     return manager, need
 
 
-def _state_in_use(
-    settings: PolicySettings, coming_bytes: Mapping[str, int], device: Device, sizes_bytes: Mapping[str, int]
-) -> dict[str, int]:
-    """Where the device is main memory: state that is to appear on it, with gradients, and an engine's beside it.
-
-    An engine on GPUs has started before its worker does.
-    """
-    if not device.is_host_memory:
-        return {}
-    state = {DEVICE_STATE: sum(coming_bytes.values()) + sizes_bytes[PARAMS]}
-    if settings.engine_memory_share == 0:
-        return state
-    weights = sizes_bytes[PARAMS] + sizes_bytes.get(BASE, 0)
-    cache = int((settings.engine_kv_cache_gib or 0.0) * 2**30)
-    return {**state, ENGINE: weights + cache + ENGINE_PROCESS_BYTES["cpu"]}
+def _type_of(device: Device) -> str:
+    return "cpu" if device.is_host_memory else "cuda"

@@ -18,7 +18,7 @@ from nemo_offload_rl.keys.data import BUILT_IN, EnvConfig
 from nemo_offload_rl.targets import UserCode
 
 type CodeOfEnvironments = Mapping[str, Sequence[UserCode]]
-"""What each environment of a user's consists of, by name."""
+"""The code of each environment of a user's, by name."""
 
 logger = logging.getLogger(__name__)
 

@@ -48,7 +48,7 @@ type Results = dict[str, dict[str, float | None]]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was sampled: groups of `num_tests_per_prompt`, one greedy response to each prompt or none; if they vote."""
+    """Sampled responses: groups of `num_tests_per_prompt`, one greedy response to each prompt or none; if they vote."""
 
     sampled: RolloutBatch
     greedy: RolloutBatch | None

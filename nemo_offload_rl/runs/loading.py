@@ -17,7 +17,8 @@ from nemo_offload_rl.utils.cli import parse_launch_arguments, set_up_logging
 
 if TYPE_CHECKING:
     from nemo_offload_rl.config.algorithms import Algorithm
-    from nemo_offload_rl.keys.master import Rule, RunConfig
+    from nemo_offload_rl.config.rules.base import RuleSet
+    from nemo_offload_rl.keys.master import RunConfig
     from nemo_offload_rl.keys.run_configs import DistillationConfig, DpoConfig, EvalConfig, GrpoConfig, SftConfig
 
 logger = logging.getLogger(__name__)
@@ -76,8 +77,8 @@ def launch(name: str, description: str, default_config: str) -> None:
     run(config)
 
 
-def load_for_planning(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, tuple[Rule[Any], ...]]:
-    """Load a run's checked keys, and the rules between them apart from those on what this machine has.
+def load_for_planning(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, RuleSet[Any]]:
+    """Load a run's keys, each checked by itself, and its rules.
 
     Args:
         path: A YAML file of a run that trains; its sections name the algorithm.
@@ -96,7 +97,7 @@ def load_for_planning(path: str | Path, overrides: Sequence[str] = ()) -> tuple[
     if algorithm is None:
         names = ", ".join(algorithm.name for algorithm in kinds)
         raise ConfigError(f"{path} has no section {names}; give the configuration of a run that trains")
-    return validate_keys(_resolve(algorithm, path, overrides), algorithm.keys), algorithm.rules.rules
+    return validate_keys(_resolve(algorithm, path, overrides), algorithm.keys), algorithm.rules
 
 
 def _load(name: str, path: str | Path, overrides: Sequence[str]) -> Any:

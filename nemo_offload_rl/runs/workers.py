@@ -130,7 +130,7 @@ def grpo_workers(
     Args:
         config: Of the run.
         keep_reference: Each policy worker keeps the initial parameters.
-        teacher: A model that each policy worker has beside the policy.
+        teacher: A model that each policy worker has next to the policy.
     """
     # Ray takes seconds to import: bad input has been refused before.
     from nemo_offload_rl.distributed.generation_engine import RayGenerationEngine
@@ -158,7 +158,7 @@ def grpo_workers(
 
 
 def _engine_devices(config: RolloutConfig) -> ClusterConfig:
-    """Those beside the policy's."""
+    """The cluster of engines that have devices of their own."""
     resources = config.policy.generation.colocated.resources
     per_node, num_nodes = resources.gpus_per_node, resources.num_nodes
     assert per_node is not None and num_nodes is not None, "a rule asks for both"

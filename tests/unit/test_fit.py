@@ -92,7 +92,7 @@ def test_what_does_not_fit_is_told_and_the_advice_fits():
     gpu, host, engine = fit.problems
     assert gpu.startswith("policy.model_name needs 131.5 GiB on each GPU in training")
     assert "(params 32.00, optimizer 64.00, reference 16.00, process 3.00, engine 2.00), but the machine leaves" in host
-    assert engine.startswith("the engine's weights take 16.0 GiB of each GPU, and its share is 14.4;")
+    assert engine.startswith("the engine needs 16.0 GiB of each GPU (weights 16.0), but its share is 14.4;")
     offload = (CPU_OFFLOAD, "policy.dtensor_cfg.activation_checkpointing=true")
     offload += ("policy.generation.vllm_cfg.gpu_memory_utilization=0.8",)
     assert not plan_fit(file, offload, 24, 256, 8 * GIB).problems

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from functools import wraps
 
-import torch
-
 from nemo_offload_rl.backends.alternatives import advice
-from nemo_offload_rl.backends.dtensor.activation_offload import host_bytes_at_most
 from nemo_offload_rl.backends.dtensor.supported import (
     DROPS_AT_RANDOM,
     context_problem,
@@ -20,17 +16,11 @@ from nemo_offload_rl.backends.dtensor.supported import (
     split_problem,
     unsupported,
 )
-from nemo_offload_rl.backends.dtensor.torch_optim import optimizer_spec
 from nemo_offload_rl.backends.hf.local_config import local_model_config
-from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.dtensor import DTensorConfig
 from nemo_offload_rl.keys.master import PolicyRun, Rule
 from nemo_offload_rl.keys.policy import TrainedPolicyConfig
-from nemo_offload_rl.keys.worker import PolicySettings
 from nemo_offload_rl.models.families import DTENSOR, dropout_rates
-from nemo_offload_rl.models.shape import ModelShape
-
-_FP32_BYTES = 4
 
 
 def inputs_of_recomputed_layers_are_offloaded(policy: TrainedPolicyConfig) -> str | None:
@@ -237,30 +227,6 @@ def experts_divide_over_devices(cfg: PolicyRun) -> str | None:
     if not dtensor.enabled or model is None or unsupported(model):
         return None
     return experts_problem(model, dtensor.tensor_parallel_size, dtensor.expert_parallel_size)
-
-
-def least_group_bytes(cfg: PolicyRun, num_parameters: int) -> dict[str, int]:
-    """Bytes of one worker's state groups: everything in float32, in as many shards as there are workers.
-
-    With adapters the base has neither gradients nor optimizer, and the adapters' are small.
-    """
-    policy = cfg.policy
-    params_bytes = _FP32_BYTES * num_parameters // cfg.cluster.world_size
-    trained_bytes = 0 if policy.dtensor_cfg.lora_cfg.enabled else params_bytes
-    optimizer_bytes = 0
-    if policy.optimizer is not None:
-        with suppress(ConfigError):  # of an optimizer that another rule refuses
-            spec = optimizer_spec(policy.optimizer, on_gpu=cfg.cluster.gpus_per_node > 0)
-            optimizer_bytes = spec.bytes_per_element(torch.float32) * (trained_bytes // _FP32_BYTES)
-    return {"params": params_bytes, "grads": trained_bytes, "optimizer": optimizer_bytes}
-
-
-def most_activation_bytes(cfg: PolicyRun, settings: PolicySettings) -> int:
-    """Host bytes that a worker's offloaded activations can take; 0 where the model is unknown."""
-    shape = ModelShape.of(local_model_config(cfg) or {})
-    if shape.num_layers is None or shape.hidden_size is None:
-        return 0
-    return host_bytes_at_most(settings, shape.num_layers, shape.hidden_size)
 
 
 POLICY_RULES: tuple[Callable[[TrainedPolicyConfig], str | None], ...] = (

@@ -31,7 +31,9 @@ def expected_state_bytes(settings: PolicySettings, world_size: int, device: torc
     config = load_config(settings.model_name, settings.hf_config_overrides)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    elements = _parameter_elements(model, settings, world_size)
+    tp_size = settings.dtensor_cfg.tensor_parallel_size
+    dp_size = max(1, world_size // tp_size)  # sizes that do not fit together are refused as the backend is built
+    elements = [_shard_elements(parameter.shape, dp_size, tp_size) for parameter in model.parameters()]
     params_bytes = _parameter_bytes(model, elements, _FP32_BYTES)
     # Layers are gathered in the compute type, so a reference keeps no more.
     read_bytes = compute_dtype(settings.precision).itemsize
@@ -90,13 +92,6 @@ def optimizer_row_bytes(
     return {row: size for row, size in sizes.items() if size}
 
 
-def _parameter_elements(model: nn.Module, settings: PolicySettings, world_size: int) -> list[int]:
-    """Of one rank's shard of each parameter, FSDP's padding included."""
-    tp_size = settings.dtensor_cfg.tensor_parallel_size
-    dp_size = max(1, world_size // tp_size)  # sizes that do not fit together are refused as the backend is built
-    return [_shard_elements(parameter.shape, dp_size, tp_size) for parameter in model.parameters()]
-
-
 def _parameter_bytes(model: nn.Module, elements: Iterable[int], element_bytes: int) -> int:
     """Bytes of one rank's parameters and buffers as the host arena holds them, `element_bytes` of each parameter."""
     return sum(aligned(count * element_bytes) for count in elements) + sum(
@@ -105,7 +100,7 @@ def _parameter_bytes(model: nn.Module, elements: Iterable[int], element_bytes: i
 
 
 def _shard_elements(shape: Iterable[int], dp_size: int, tp_size: int) -> int:
-    """FSDP splits the first dimension into equal shards, the last ones padded."""
+    """Elements of one rank's shard: FSDP splits the first dimension into equal parts, the last ones padded."""
     rows, *rest = shape
     if not rest:  # norms and biases: whole on every tensor-parallel rank
         return ceil(rows / dp_size)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import cast
+
 from nemo_offload_rl.backends.dtensor import rules as dtensor
 from nemo_offload_rl.backends.megatron import rules as megatron
 from nemo_offload_rl.config.rules import (
     algorithm,
-    availability,
     cluster,
-    distillation,
     memory,
     model,
-    phases,
     rollouts,
     supervised,
     training,
@@ -28,40 +28,35 @@ from nemo_offload_rl.keys.master import (
     RunConfig,
     SftMasterConfig,
 )
+from nemo_offload_rl.memory.account import Account
+from nemo_offload_rl.memory.machine import Machine
 
-_AVAILABILITY: tuple[Rule[RunConfig], ...] = (
-    *availability.RULES,
-    *megatron.AVAILABILITY,
-)
+_AVAILABILITY: tuple[Rule[RunConfig], ...] = (*cluster.AVAILABILITY, *megatron.AVAILABILITY)
 _TRAINING_RULES: tuple[Rule[RunConfig], ...] = (
     *cluster.RULES,
     *model.RULES,
     *training.RULES,
     *dtensor.RULES,
     *megatron.RULES,
-    *memory.RULES,
-    *phases.RULES,
 )
-
 _ROLLOUT_RULES: tuple[Rule[RolloutMasterConfig], ...] = (
     *cluster.ROLLOUT_RULES,
     *rollouts.RULES,
     *model.ROLLOUT_RULES,
+    *memory.ROLLOUT_RULES,
 )
-_ROLLOUT_MEMORY_RULES: tuple[Rule[RolloutMasterConfig], ...] = (*memory.ROLLOUT_RULES, *phases.ROLLOUT_RULES)
 
 GRPO_RULES: RuleSet[GrpoMasterConfig] = RuleSet(
-    _AVAILABILITY,
-    (*_ROLLOUT_RULES, *algorithm.RULES, *_TRAINING_RULES, *_ROLLOUT_MEMORY_RULES),
+    _AVAILABILITY, (*_ROLLOUT_RULES, *algorithm.RULES, *_TRAINING_RULES), memory.RULES
 )
 DISTILLATION_RULES: RuleSet[DistillationMasterConfig] = RuleSet(
-    _AVAILABILITY, (*_ROLLOUT_RULES, *distillation.RULES, *_TRAINING_RULES, *_ROLLOUT_MEMORY_RULES)
+    _AVAILABILITY, (*_ROLLOUT_RULES, *algorithm.DISTILLATION_RULES, *_TRAINING_RULES), memory.RULES
 )
 SFT_RULES: RuleSet[SftMasterConfig] = RuleSet(
-    _AVAILABILITY, (*_TRAINING_RULES, *supervised.RULES, *supervised.SFT_RULES)
+    _AVAILABILITY, (*_TRAINING_RULES, *supervised.RULES, *supervised.SFT_RULES), memory.RULES
 )
 DPO_RULES: RuleSet[DpoMasterConfig] = RuleSet(
-    _AVAILABILITY, (*_TRAINING_RULES, *supervised.RULES, *supervised.DPO_RULES)
+    _AVAILABILITY, (*_TRAINING_RULES, *supervised.RULES, *supervised.DPO_RULES), memory.RULES
 )
 
 
@@ -71,7 +66,16 @@ def check_rules[Config](cfg: Config, rules: RuleSet[Config]) -> None:
     Raises:
         ConfigError: One line with up to three broken rules.
     """
-    for stage in (rules.availability, rules.rules):
-        messages = [message for rule in stage if (message := rule(cfg)) is not None]
-        if messages:
-            raise ConfigError(join_problems(messages))
+    if messages := broken(rules.availability, cfg):
+        raise ConfigError(join_problems(messages))
+    messages = broken(rules.rules, cfg)
+    if rules.memory:
+        run = cast("RunConfig", cfg)
+        messages += broken(rules.memory, Account(run, Machine.here(run.cluster)))
+    if messages:
+        raise ConfigError(join_problems(messages))
+
+
+def broken[Checked](rules: Iterable[Rule[Checked]], checked: Checked) -> list[str]:
+    """The messages of the rules that are broken, in the order of the rules."""
+    return [message for rule in rules if (message := rule(checked)) is not None]

@@ -1,11 +1,10 @@
-"""What rules share."""
+"""Sets of rules, and checks that several rules share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from nemo_offload_rl.backends.dtensor.torch_optim import optimizer_spec
 from nemo_offload_rl.keys.data import (
     ArithmeticConfig,
     DataConfig,
@@ -18,36 +17,32 @@ from nemo_offload_rl.keys.data import (
 from nemo_offload_rl.keys.grpo import RolloutSectionConfig
 from nemo_offload_rl.keys.master import Rule, RunConfig
 from nemo_offload_rl.keys.supervised import SupervisedSectionConfig
-from nemo_offload_rl.protocols.optimizer import OptimizerSpec
+from nemo_offload_rl.memory.account import Account
 
 type AnyData = DataConfig | SftDataConfig | DpoDataConfig
 
 
 @dataclass(frozen=True)
 class RuleSet[Config]:
-    """What one kind of run is checked for; those on what is not available go first and hide the others."""
+    """The rules of one kind of run.
+
+    Attributes:
+        availability: Rules on what is not available, which go first and hide the others.
+        rules: Rules between keys.
+        memory: Rules on what the run takes of its machine; none for a run that trains nothing.
+    """
 
     availability: tuple[Rule[Config], ...]
     rules: tuple[Rule[Config], ...]
+    memory: tuple[Rule[Account], ...] = ()
 
-    def __iter__(self) -> Iterator[Rule[Config]]:
-        return iter((*self.availability, *self.rules))
+    def __iter__(self) -> Iterator[Rule[Config] | Rule[Account]]:
+        return iter((*self.availability, *self.rules, *self.memory))
 
 
 def data_parallel_size(cfg: RunConfig) -> int:
     """Policy workers that see different data."""
     return cfg.cluster.world_size // cfg.policy.backend.model_parallel.ranks_per_copy
-
-
-def spec_of_optimizer(cfg: RunConfig) -> OptimizerSpec:
-    """What `policy.optimizer`, which is not null, keeps for each parameter.
-
-    Raises:
-        ConfigError: It cannot train on the DTensor backend.
-    """
-    optimizer = cfg.policy.optimizer
-    assert optimizer is not None
-    return optimizer_spec(optimizer, on_gpu=cfg.cluster.gpus_per_node > 0)
 
 
 def sources(section: DataSource | MixtureConfig | None, where: str) -> Iterator[tuple[str, DataSource]]:
@@ -76,7 +71,7 @@ def _kept(source: DataSource) -> tuple[str, float]:
 def no_validation_rows_problem(
     data: AnyData, algorithm: str, section: RolloutSectionConfig | SupervisedSectionConfig
 ) -> str | None:
-    """What is wrong where a run validates and its data keep nothing for that, for every algorithm."""
+    """Refuse a run of any algorithm that validates without validation rows; None otherwise."""
     validates = section.val_period or section.val_at_start or section.val_at_end
     if not validates or data.validation is not None or holds_validation_rows(data.train):
         return None
@@ -89,7 +84,7 @@ def no_validation_rows_problem(
 
 
 def validation_set_problem(data: AnyData) -> str | None:
-    """What contradicts that every row of `data.validation` is for validation, for every algorithm."""
+    """Refuse a `data.validation` that keeps rows for something else; None otherwise."""
     for place, source in sources(data.validation, "data.validation"):
         if isinstance(source, ArithmeticConfig):
             if source.holdout > 0:
@@ -107,7 +102,7 @@ def validation_set_problem(data: AnyData) -> str | None:
 
 
 def mixture_problem(data: AnyData) -> str | None:
-    """What is wrong with the weights of `data.train` or `data.validation`, for every algorithm."""
+    """Refuse a mixture whose weights do not fit its data sets, in `data.train` or `data.validation`; None otherwise."""
     for where, source in (("train", data.train), ("validation", data.validation)):
         if not isinstance(source, MixtureKeys):
             continue

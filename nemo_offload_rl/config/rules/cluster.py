@@ -1,10 +1,20 @@
-"""Devices, parallelism and batches."""
+"""Backend, devices, parallelism and batches."""
 
 from __future__ import annotations
 
 from nemo_offload_rl.config.rules.base import data_parallel_size
 from nemo_offload_rl.errors import division_problem
 from nemo_offload_rl.keys.master import RolloutMasterConfig, Rule, RunConfig
+
+
+def exactly_one_backend_is_enabled(cfg: RunConfig) -> str | None:
+    """Exactly one of `dtensor_cfg` and `megatron_cfg` is enabled."""
+    dtensor = cfg.policy.dtensor_cfg.enabled
+    megatron = cfg.policy.megatron_cfg is not None and cfg.policy.megatron_cfg.enabled
+    if dtensor == megatron:
+        keys = "policy.dtensor_cfg.enabled and policy.megatron_cfg.enabled are both"
+        return f"{keys} {'true' if dtensor else 'false'}, but one backend trains the model; enable exactly one"
+    return None
 
 
 def engine_tensor_parallel_size_divides_a_host(cfg: RolloutMasterConfig) -> str | None:
@@ -97,6 +107,8 @@ def longest_sequence_is_divisible(cfg: RunConfig) -> str | None:
     return None
 
 
+# These go first: what follows from them would only add noise.
+AVAILABILITY: tuple[Rule[RunConfig], ...] = (exactly_one_backend_is_enabled,)
 RULES: tuple[Rule[RunConfig], ...] = (
     port_range_is_ascending,
     training_batch_divides_over_workers,

@@ -1,4 +1,4 @@
-"""What the keys of an evaluation demand of each other."""
+"""Rules between the keys of an evaluation."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def vllm_kwargs_are_allowed(cfg: RolloutMasterConfig) -> str | None:
 
 
 def vllm_kwargs_problem(arguments: Mapping[str, Any], key: str) -> str | None:
-    """What is wrong with further arguments of vLLM, which are at `key`."""
+    """Refuse further arguments of vLLM, given at `key`, that this package sets or does not support."""
     for name in arguments:
         if name in OWN_KEYS:
             return f"{key}.{name} would be set twice; remove it and use {OWN_KEYS[name]}"

@@ -21,8 +21,7 @@ from nemo_offload_rl.algorithms.metric_names import (
     metric_problem,
 )
 from nemo_offload_rl.backends.dtensor.learning_rate import try_schedule
-from nemo_offload_rl.backends.dtensor.torch_optim import NO_OPTIMIZER
-from nemo_offload_rl.config.rules.base import spec_of_optimizer
+from nemo_offload_rl.backends.dtensor.torch_optim import NO_OPTIMIZER, optimizer_spec
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.grpo import needs_prev_logprobs
 from nemo_offload_rl.keys.master import DistillationMasterConfig, DpoMasterConfig, GrpoMasterConfig, Rule, RunConfig
@@ -41,7 +40,7 @@ def optimizer_can_train(cfg: RunConfig) -> str | None:
     if optimizer is None:
         return NO_OPTIMIZER
     problem = _call_problem("policy.optimizer", optimizer.name, optimizer.kwargs, Optimizer)
-    return problem or _refusal(lambda: spec_of_optimizer(cfg))
+    return problem or _refusal(lambda: optimizer_spec(optimizer, on_gpu=cfg.cluster.gpus_per_node > 0))
 
 
 def scheduler_phases_can_step(cfg: RunConfig) -> str | None:
@@ -60,7 +59,7 @@ def scheduler_phases_can_step(cfg: RunConfig) -> str | None:
 
 
 def _refusal(attempt: Callable[[], object]) -> str | None:
-    """What a `ConfigError` of `attempt` says."""
+    """The message of a `ConfigError` of `attempt`; None where it raises none."""
     try:
         attempt()
     except ConfigError as error:

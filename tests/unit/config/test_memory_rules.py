@@ -9,10 +9,8 @@ import torch
 from hub_cache import fill_hub_cache
 from safetensors.torch import save_file
 
-from nemo_offload_rl.backends.dtensor import rules as dtensor
-from nemo_offload_rl.config.rules import memory
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.memory import host_plan
+from nemo_offload_rl.memory import account, host_plan, machine
 from nemo_offload_rl.policy import communicators
 from nemo_offload_rl.residency import HostLimit
 from nemo_offload_rl.runs.loading import load_dpo_config, load_grpo_config, load_sft_config
@@ -45,13 +43,17 @@ def load(monkeypatch):
         in_experts: int = 0,
     ):
         gpus = {} if gpu_gib is None else {"u": GpuUse("a GPU", int(gpu_gib * GIB), 0)}
-        monkeypatch.setattr(memory, "read_gpus", lambda: gpus)
-        monkeypatch.setattr(host_plan, "host_limits", lambda _: [HostLimit("host", "MemAvailable", HOST_BYTES)])
-        monkeypatch.setattr(host_plan, "resident_bytes", lambda: 0)
-        monkeypatch.setattr(memory, "read_model_sizes", lambda name: ModelSizes(parameters, 0, 1, 1, in_experts))
+        monkeypatch.setattr(machine, "read_gpus", lambda: gpus)
+        monkeypatch.setattr(machine, "host_limits", lambda _: [HostLimit("host", "MemAvailable", HOST_BYTES)])
+        monkeypatch.setattr(machine, "resident_bytes", lambda: 0)
+        monkeypatch.setattr(account, "read_model_sizes", lambda name: ModelSizes(parameters, 0, 1, 1, in_experts))
         return load_grpo_config(path, overrides) if name is None else SUPERVISED[name](CONFIGS / name, overrides)
 
     return loaded
+
+
+def counted_here(config) -> account.Account:
+    return account.Account(config, machine.Machine.here(config.cluster))
 
 
 def host_bytes(state_gib: float, num_workers: int = 1, *, has_engine: bool = True) -> int:
@@ -64,11 +66,13 @@ def host_bytes(state_gib: float, num_workers: int = 1, *, has_engine: bool = Tru
 def test_an_engine_that_leaves_too_little_is_refused_with_the_share_that_works(load):
     key = "policy.generation.vllm_cfg.gpu_memory_utilization"
     load([f"{key}=0.9"], parameters=GIB, gpu_gib=80)
-    with pytest.raises(ConfigError, match=r"0.98 of 80.0 GiB .* the 2.0 GiB .*\(contexts\); lower it to 0.97"):
+    with pytest.raises(
+        ConfigError, match=r"needs 80.4 GiB .*\(contexts 2.0, the awake engine 78.4\) .* lower .*utilization to 0.97"
+    ):
         load([f"{key}=0.98"], parameters=GIB, gpu_gib=80)
     load([f"{key}=0.97"], parameters=GIB, gpu_gib=80)
     kept = "policy.residency_overrides={optimizer: device}"
-    with pytest.raises(ConfigError, match=r"10.0 GiB that stay .*\(optimizer and contexts\); lower it to 0.87"):
+    with pytest.raises(ConfigError, match=r"\(optimizer 8.0, contexts 2.0, the awake .* lower .*utilization to 0.87"):
         load([f"{key}=0.9", kept], parameters=GIB, gpu_gib=80)
 
 
@@ -131,16 +135,18 @@ def test_the_benchmark_of_14_b_parameters_fits_its_gpu_and_128_gib_of_main_memor
     path = Path(__file__).parents[3] / "benchmarks" / f"large_model_14b{name}.yaml"
     loaded = partial(load, parameters=QWEN3_14B, gpu_gib=gpu_gib, path=path)
     config = loaded(ONE_GPU)
-    groups = memory.group_bytes(config)
-    assert groups["grads"] / GIB == pytest.approx(grads_gib, abs=0.1)
-    need = memory.host_need(config, groups)
+    counted = counted_here(config)
+    assert counted.groups["grads"] / GIB == pytest.approx(grads_gib, abs=0.1)
+    need = counted.need
     bytes_a_parameter = {row: size / QWEN3_14B for row, size in need.resolve().arena.items()}
     assert bytes_a_parameter == {"optimizer/part": 6, "reference": 2}
     assert sum(host_plan.host_bytes_by_owner(need, "cuda", 1).values()) < 118 * GIB
     share = "policy.generation.vllm_cfg.gpu_memory_utilization"
     largest = int((gpu_gib - 30.01) / gpu_gib * 100) / 100
     loaded([*ONE_GPU, f"{share}={largest}"])
-    with pytest.raises(ConfigError, match=f"30.0 GiB that stay beside the engine .* lower it to {largest}"):
+    with pytest.raises(
+        ConfigError, match=rf"\(params 27.5, contexts 2.5, the awake engine .* lower .*utilization to {largest}"
+    ):
         loaded([*ONE_GPU, f"{share}={largest + 0.01}"])
     with pytest.raises(ConfigError, match=r"use .*residency_overrides.params=device"):
         loaded([*ONE_GPU, "policy.residency_overrides.params=host"])
@@ -153,14 +159,14 @@ def test_14_b_parameters_whose_states_stay_in_part_take_8_bytes_each_of_all_proc
     path = Path(__file__).parents[3] / "benchmarks" / "large_model_14b.yaml"
     kept = [f"{OPTIMIZER}.offload_optimizer_states_fraction=0.85", "++policy.residency_overrides.optimizer=device"]
     config = load([*ONE_GPU, *kept, *changes], parameters=QWEN3_14B, gpu_gib=139.8, path=path)
-    need = memory.host_need(config, memory.group_bytes(config))
+    need = counted_here(config).need
     assert most - 0.5 < sum(host_plan.host_bytes_by_owner(need, "cuda", 1).values()) / QWEN3_14B < most
 
 
 def test_each_rank_of_a_mixture_has_its_experts_and_all_of_the_rest(load):
     path, in_experts = Path(__file__).parents[3] / "benchmarks" / "large_model_moe_30b.yaml", 48 * 128 * 3 * 2048 * 768
     config = load([], parameters=30_532_122_624, gpu_gib=139.8, path=path, in_experts=in_experts)
-    groups = memory.group_bytes(config)
+    groups = counted_here(config).groups
     assert groups["params"] / GIB == pytest.approx(29.87, abs=0.005)  # as two workers on GPUs said
     assert groups["optimizer/part"] == 6 * 30_532_122_624 // 2
 
@@ -181,14 +187,14 @@ PARTS = {"params/part": 4, "grads/part": 4, "optimizer/part": 4}
 def test_benchmarks_of_large_models_on_dtensor_fit_128_gib_of_main_memory(load, name, parameters, on_host):
     path = Path(__file__).parents[3] / "benchmarks" / f"{name}.yaml"
     config = load(ONE_GPU, parameters=parameters, gpu_gib=139.8, path=path)
-    need = memory.host_need(config, memory.group_bytes(config))
+    need = counted_here(config).need
     assert {row: size / parameters for row, size in need.resolve().arena.items() if size} == on_host
     assert sum(host_plan.host_bytes_by_owner(need, "cuda", 1).values()) < 119 * GIB
 
 
 def test_what_megatron_keeps_beside_the_engine_counts(load):
     kept = [*MEGATRON, "policy.residency_overrides={optimizer: device}"]
-    with pytest.raises(ConfigError, match=r"12.5 GiB that stay .*\(optimizer and contexts\); lower it to 0.84"):
+    with pytest.raises(ConfigError, match=r"\(optimizer 10.0, contexts 2.5, the awake .* lower .*utilization to 0.84"):
         load([*kept, "policy.generation.vllm_cfg.gpu_memory_utilization=0.9"], parameters=GIB, gpu_gib=80)
 
 
@@ -213,14 +219,14 @@ def test_workers_and_engines_over_several_gpus_leave_more_of_each_with_contexts_
     assert "contexts 7.5)" in message(two)
     assert "contexts 8.5)" in message(two, *MEGATRON)
     share = "policy.generation.vllm_cfg.gpu_memory_utilization"
-    with pytest.raises(ConfigError, match=r"the 3.0 GiB that stay .*; lower it to 0.96$"):
+    with pytest.raises(ConfigError, match=r"\(contexts 3.0, the awake .*; lower .*utilization to 0.96$"):
         load(["cluster.gpus_per_node=2", f"{share}=0.97"], parameters=GIB, gpu_gib=80)
 
 
 def test_nothing_is_said_where_the_gpu_or_the_model_is_unknown(load, monkeypatch):
     load([], parameters=50 * GIB, gpu_gib=None)
-    monkeypatch.setattr(memory, "read_gpus", lambda: {"u": GpuUse("a GPU", GIB, 0)})
-    monkeypatch.setattr(memory, "read_model_sizes", lambda name: None)
+    monkeypatch.setattr(machine, "read_gpus", lambda: {"u": GpuUse("a GPU", GIB, 0)})
+    monkeypatch.setattr(account, "read_model_sizes", lambda name: None)
     load_grpo_config(EXEMPLAR, [])
 
 
@@ -290,13 +296,13 @@ def test_a_hub_s_model_whose_weights_are_in_the_cache_has_a_size(tmp_path, monke
     (folder / "config.json").write_text(json.dumps({**QWEN2, "num_attention_heads": 8}))
     save_file({"weight": torch.zeros(5, 6)}, folder / "model.safetensors")
     fill_hub_cache(monkeypatch, tmp_path / "cache", "some/model", folder)
-    sizes = [memory._model_sizes(name) for name in ("some/model", str(folder), "some/other")]
+    sizes = [account.model_sizes(name) for name in ("some/model", str(folder), "some/other")]
     assert [found and found.num_parameters for found in sizes] == [30, 30, None]
 
 
 def test_activations_that_leave_are_counted_with_the_state_so_that_what_is_advised_fits(load, monkeypatch):
     model = {**QWEN2, "hidden_size": 1 << 24}
-    monkeypatch.setattr(dtensor, "local_model_config", lambda cfg: model)
+    monkeypatch.setattr(account, "local_model_config", lambda cfg: model)
     monkeypatch.setitem(globals(), "HOST_BYTES", host_bytes(48))
     leave = ["cluster.gpus_per_node=1"]
     leave += [f"policy.dtensor_cfg.{key}=true" for key in ("activation_offload", "activation_checkpointing")]
@@ -357,8 +363,8 @@ def test_a_refit_without_room_for_the_weights_of_both_is_refused_also_with_adapt
     frozen = ["policy.dtensor_cfg.lora_cfg.enabled=true"]
     with pytest.raises(
         ConfigError,
-        match=r"^phase REFIT needs 13\.5 GiB more than a GPU has \(the policy 60\.0, the engine 30\.0, contexts"
-        r" 3\.5 GiB\), without activations; use more GPUs, with policy.generation.vllm_cfg.tensor_parallel_size for",
+        match=r"^phase REFIT needs 93\.5 GiB on each GPU \(frozen params 60\.0, contexts 3\.5, the engine's weights "
+        r"30\.0\) without activations, but it has 80\.0; use more GPUs, with .*vllm_cfg.tensor_parallel_size",
     ):
         load(frozen, parameters=15 * GIB, gpu_gib=80)
     load([*frozen, *OWN_GPUS], parameters=15 * GIB, gpu_gib=80)
@@ -367,17 +373,19 @@ def test_a_refit_without_room_for_the_weights_of_both_is_refused_also_with_adapt
 
 def test_an_engine_whose_share_is_less_than_its_weights_is_refused_and_so_is_a_cache_without_room(load):
     small = ["policy.generation.vllm_cfg.gpu_memory_utilization=0.2", "policy.dtensor_cfg.lora_cfg.enabled=true"]
-    with pytest.raises(ConfigError, match=r"^the engine's weights take 20\.0 GiB of each GPU, and its share is 16\.0"):
+    with pytest.raises(
+        ConfigError, match=r"^the engine needs 20\.0 GiB of each GPU \(weights 20\.0\), but its share is 16\.0"
+    ):
         load(small, parameters=10 * GIB, gpu_gib=80)
     cache = "policy.generation.vllm_cfg.kv_cache_memory_gib"
     load([*small, f"{cache}=40"], parameters=10 * GIB, gpu_gib=80)
-    with pytest.raises(ConfigError, match=r"^phase GENERATION needs 12\.0 GiB more .*; lower .*kv_cache_memory_gib"):
+    with pytest.raises(ConfigError, match=r"^phase GENERATION needs 92\.0 GiB .*; lower .*kv_cache_memory_gib"):
         load([*small, f"{cache}=70"], parameters=10 * GIB, gpu_gib=80)
 
 
 @pytest.mark.parametrize("name", [None, "sft.yaml"])
 def test_the_part_of_the_embedding_fits_the_gpu_wherever_state_comes_in_parts(load, monkeypatch, name):
-    monkeypatch.setattr(memory, "local_model_config", lambda cfg: {"vocab_size": 1 << 18, "hidden_size": 1 << 12})
+    monkeypatch.setattr(account, "local_model_config", lambda cfg: {"vocab_size": 1 << 18, "hidden_size": 1 << 12})
     loaded = partial(load, parameters=4 * GIB, gpu_gib=20, name=name)
     passing = ["cluster.gpus_per_node=1", *HOST_HELD]
     share = [] if name else ["policy.generation.vllm_cfg.gpu_memory_utilization=0.5"]

@@ -12,7 +12,7 @@ import torch
 from nemo_offload_rl.backends.dtensor import rules as dtensor
 from nemo_offload_rl.backends.dtensor.torch_optim import optimizer_spec
 from nemo_offload_rl.backends.megatron import rules as megatron
-from nemo_offload_rl.config.rules import GRPO_RULES, check_rules, memory, model, phases, training
+from nemo_offload_rl.config.rules import GRPO_RULES, check_rules, memory, model, training
 from nemo_offload_rl.config.rules.rollouts import engine_weights_are_what_a_refit_brings
 from nemo_offload_rl.config.validate import validate_keys
 from nemo_offload_rl.errors import ConfigError
@@ -432,7 +432,6 @@ MODEL_RULES = (
 def test_every_rule_is_listed_and_broken_here() -> None:
     # In test_megatron_rules.py, test_memory_rules.py, test_model_rules.py and beside what phases need.
     listed = (*megatron.RULES, *memory.RULES, *model.RULES, *memory.ROLLOUT_RULES, *model.ROLLOUT_RULES)
-    listed = (*listed, *phases.RULES, *phases.ROLLOUT_RULES)
     elsewhere = {rule.__name__ for rule in (*listed, *MODEL_RULES)}
     elsewhere.add(engine_weights_are_what_a_refit_brings.__name__)  # below: it asks the model's folder
     assert {rule.__name__ for rule in GRPO_RULES} - elsewhere == set(BROKEN)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from nemo_offload_rl.backends.megatron.rules import activations, adapters, model, optimizer
 from nemo_offload_rl.backends.megatron.rules.section import megatron_section
-from nemo_offload_rl.backends.megatron.rules.sizes import least_group_bytes as least_group_bytes
 from nemo_offload_rl.keys.master import PolicyRun, Rule
 
 

@@ -1,0 +1,393 @@
+"""Counts what a run takes of its machine, by phase and owner, from its configuration and the files of its model alone.
+
+Counted are state, engines, and what stays on a GPU whatever leaves it. Activations and the building of a model are not:
+what does not fit by this account cannot work, and what fits may still be too tight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from nemo_offload_rl.backends.dtensor import torch_optim
+from nemo_offload_rl.backends.dtensor.activation_offload import host_bytes_at_most
+from nemo_offload_rl.backends.hf.local_config import local_model_config
+from nemo_offload_rl.backends.hf.model_folder import local_folder
+from nemo_offload_rl.backends.megatron import optimizer_spec
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.keys.master import (
+    WITH_ROLLOUTS,
+    DistillationMasterConfig,
+    DpoMasterConfig,
+    GrpoMasterConfig,
+    PolicyRun,
+    RunConfig,
+)
+from nemo_offload_rl.keys.megatron import MegatronConfig
+from nemo_offload_rl.keys.policy import PolicyConfig
+from nemo_offload_rl.keys.worker import PolicySettings, grpo_worker, supervised_worker
+from nemo_offload_rl.memory.host_plan import HostNeed, HostPlan, host_need
+from nemo_offload_rl.memory.machine import Machine
+from nemo_offload_rl.models.shape import ModelShape
+from nemo_offload_rl.protocols.backend import COMPUTE_DTYPES, ExpectedBytes
+from nemo_offload_rl.residency import (
+    BASE,
+    GRADS,
+    GRADS_PART,
+    OPTIMIZER,
+    OPTIMIZER_PART,
+    PARAMS,
+    PARAMS_PART,
+    PHASES,
+    REFERENCE,
+    TEACHER,
+    Phase,
+    Placement,
+    memory_total_bytes,
+)
+from nemo_offload_rl.utils.flops import ModelSizes, read_model_sizes
+
+_GIB = 2**30
+_FP32_BYTES = 4
+# What stays on a GPU whatever leaves it, seen on H100s and H200s (docs/measurements/large-models.md, parallelism.md).
+# Of a policy worker, contexts, code and NCCL's buffers: 0.8 GiB of DTensor and 1.3 of Megatron alone, up to 1.9 and 2.9
+# as one of two. Of an engine asleep, captured graphs too: 1.0 to 1.8, and 4.5 over two GPUs. Of the driver: 0.7 to 0.8.
+DRIVER_REST_BYTES = _GIB
+DTENSOR_REST_BYTES = {"one": _GIB, "several": 2 * _GIB}
+MEGATRON_REST_BYTES = {"one": 3 * _GIB // 2, "several": 3 * _GIB}
+ENGINE_REST_BYTES = {"one": 3 * _GIB // 2, "several": 9 * _GIB // 2}
+
+# Groups that pass through the GPU part by part: what they are parts of, and when they are used.
+_WHOLE = {PARAMS_PART: PARAMS, GRADS_PART: GRADS, OPTIMIZER_PART: OPTIMIZER}
+_USED_IN = {
+    PARAMS_PART: (Phase.TRAINING, Phase.OPTIM_STEP, Phase.LP_INFERENCE, Phase.REFIT),
+    GRADS_PART: (Phase.TRAINING, Phase.OPTIM_STEP),
+    OPTIMIZER_PART: (Phase.OPTIM_STEP,),
+}
+_NAMES = {**_WHOLE, BASE: "frozen params"}
+
+
+@dataclass(frozen=True)
+class PhaseUse:
+    """Bytes that a GPU of policy workers holds in a phase.
+
+    Attributes:
+        phase: The phase.
+        state: The policy's state by name; of groups that stream in parts, the embedding's part.
+        engine_bytes: The engine's.
+        other_bytes: Contexts, communicators and captured graphs.
+        early_bytes: State that comes for the next phase, where there is room in this one.
+        gpu_bytes: Memory of the GPU.
+        limit_bytes: What the policy's own process may take of it (`policy.gpu_memory_limit_gib`); None for all.
+    """
+
+    phase: Phase
+    state: Mapping[str, int]
+    engine_bytes: int
+    other_bytes: int
+    early_bytes: int
+    gpu_bytes: int
+    limit_bytes: int | None
+
+    @property
+    def state_bytes(self) -> int:
+        """All of the policy's state."""
+        return sum(self.state.values())
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all owners, without what comes early."""
+        return self.state_bytes + self.engine_bytes + self.other_bytes
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes that the GPU and the limit leave for passes; negative where it is too little."""
+        left_bytes = self.gpu_bytes - self.total_bytes
+        return left_bytes if self.limit_bytes is None else min(left_bytes, self.limit_bytes - self.state_bytes)
+
+    @property
+    def exceeds_limit(self) -> bool:
+        """Whether the policy's state alone is above the limit."""
+        return self.limit_bytes is not None and self.state_bytes > self.limit_bytes
+
+
+class Account:
+    """Memory that a run takes of a machine. Where the size of its model is not known, nothing is.
+
+    Args:
+        cfg: The keys of a run that trains.
+        machine: Where its workers run.
+        num_parameters: Of the policy's model; None reads them from its folder.
+    """
+
+    def __init__(self, cfg: RunConfig, machine: Machine, num_parameters: int | None = None) -> None:
+        self.cfg = cfg
+        self.machine = machine
+        sizes = model_sizes(cfg.policy.model_name)
+        if num_parameters is None:
+            num_parameters = None if sizes is None else sizes.num_parameters
+        self.num_parameters = num_parameters
+        is_of_the_files = sizes is not None and sizes.num_parameters == num_parameters
+        self._num_in_experts = sizes.num_in_experts if sizes is not None and is_of_the_files else None
+
+    @property
+    def gpu_bytes(self) -> int | None:
+        """Memory of the smallest GPU; None where the policy uses none, or nothing is known of it."""
+        return self.machine.gpu_bytes if self.cfg.cluster.gpus_per_node else None
+
+    @cached_property
+    def groups(self) -> Mapping[str, int]:
+        """Bytes of one worker's state groups; empty where the model is not known."""
+        if self.num_parameters is None:
+            return {}
+        return least_group_bytes(self.cfg, self.num_parameters, self._num_in_experts)
+
+    # -- the host --------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def need(self) -> HostNeed:
+        """The least that one worker takes of the host; loading and activations of Megatron are not counted."""
+        cfg, settings = self.cfg, self._settings()
+        return host_need(
+            settings,
+            self._expected(settings),
+            device_type="cuda" if cfg.cluster.gpus_per_node else "cpu",
+            device_bytes=(self.machine.gpu_bytes or 0) if cfg.cluster.gpus_per_node else memory_total_bytes(),
+            num_workers=cfg.cluster.workers_per_node,
+            engine_weight_bytes=self.engine_weight_bytes,
+        )
+
+    @cached_property
+    def plan(self) -> HostPlan:
+        """The residency plan of one worker."""
+        return self.need.resolve()
+
+    def _settings(self) -> PolicySettings:
+        policy, seed = self.cfg.policy, self.cfg.algorithm[1].seed
+        return grpo_worker(policy, seed) if isinstance(policy, PolicyConfig) else supervised_worker(policy, seed)
+
+    def _expected(self, settings: PolicySettings) -> ExpectedBytes:
+        groups, backend = self.groups, settings.backend
+        has_adapters = not groups[GRADS]
+        # What follows from the number of adapters is small.
+        sizes = {BASE: groups[PARAMS], PARAMS: 0} if has_adapters else {PARAMS: groups[PARAMS]}
+        if backend.streams_parameters:
+            sizes = {PARAMS: 0, PARAMS_PART: groups[PARAMS], GRADS_PART: groups[GRADS]}
+        sizes |= {name: groups[name] for name in (OPTIMIZER, OPTIMIZER_PART) if groups[name]}
+        if teacher_bytes := self.teacher_bytes:
+            sizes[TEACHER] = teacher_bytes
+        on_megatron, activation_bytes = isinstance(backend, MegatronConfig), 0
+        shape = self._shape
+        if not on_megatron and shape.num_layers is not None and shape.hidden_size is not None:
+            activation_bytes = host_bytes_at_most(settings, shape.num_layers, shape.hidden_size)
+        reference_bytes = groups[PARAMS] if self.keeps_reference and not has_adapters else 0
+        read_bytes, fp32_bytes = COMPUTE_DTYPES[settings.precision].itemsize, COMPUTE_DTYPES["float32"].itemsize
+        is_cast = not on_megatron and read_bytes < fp32_bytes
+        return ExpectedBytes(
+            state=sizes,
+            loading=0,
+            reference=reference_bytes * read_bytes // fp32_bytes if is_cast else reference_bytes,
+            activations=activation_bytes,
+            reference_is_cast=is_cast,
+        )
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether workers keep a copy of the initial parameters."""
+        if isinstance(self.cfg, GrpoMasterConfig):
+            return self.cfg.loss_fn.reference_policy_kl_penalty != 0
+        return isinstance(self.cfg, DpoMasterConfig) and not self.cfg.dpo.precompute_reference_logprobs
+
+    @cached_property
+    def teacher_bytes(self) -> int | None:
+        """Of one worker's part of the teacher; None without one, and where its size is not known."""
+        cfg = self.cfg
+        if not isinstance(cfg, DistillationMasterConfig) or (sizes := model_sizes(cfg.teacher.model_name)) is None:
+            return None
+        backend, num_ranks = cfg.policy.backend, cfg.cluster.world_size
+        if isinstance(backend, MegatronConfig):
+            parallel = backend.model_parallel
+            num_ranks = parallel.tensor * parallel.pipeline * backend.expert_model_parallel_size
+        return COMPUTE_DTYPES[cfg.teacher.precision].itemsize * sizes.num_parameters // num_ranks
+
+    # -- the GPU ---------------------------------------------------------------------------------------------------
+
+    @property
+    def engine_weight_bytes(self) -> int:
+        """Weights of an engine on each device of the policy; 0 where there is none."""
+        cfg = self.cfg
+        if not isinstance(cfg, WITH_ROLLOUTS) or not cfg.policy.generation.colocated.enabled:
+            return 0
+        vllm = cfg.policy.generation.vllm_cfg
+        return (self.num_parameters or 0) * COMPUTE_DTYPES[vllm.precision].itemsize // vllm.tensor_parallel_size
+
+    def _engine_bytes(self, gpu_bytes: int) -> Mapping[Phase, int]:
+        """Of an engine that shares the policy's GPUs, by phase; empty without one."""
+        cfg, weights_bytes = self.cfg, self.engine_weight_bytes
+        if not isinstance(cfg, WITH_ROLLOUTS) or not weights_bytes:
+            return {}
+        vllm = cfg.policy.generation.vllm_cfg
+        awake_bytes = int(vllm.gpu_memory_utilization * gpu_bytes)
+        if vllm.kv_cache_memory_gib is not None:  # which the share does not bound
+            awake_bytes = weights_bytes + int(vllm.kv_cache_memory_gib * _GIB)
+        if not vllm.enable_sleep_mode:
+            return dict.fromkeys(Phase, awake_bytes)
+        return {Phase.REFIT: weights_bytes, Phase.GENERATION: awake_bytes}
+
+    def _rest_bytes(self, phase: Phase) -> int:
+        """Contexts, communicators and captured graphs. Those of an engine that is awake are in its share."""
+        cfg = self.cfg
+        of_policy = MEGATRON_REST_BYTES if isinstance(cfg.policy.backend, MegatronConfig) else DTENSOR_REST_BYTES
+        num_bytes = DRIVER_REST_BYTES + of_policy["several" if cfg.cluster.world_size > 1 else "one"]
+        if not isinstance(cfg, WITH_ROLLOUTS) or phase is Phase.GENERATION:
+            return num_bytes
+        generation = cfg.policy.generation
+        if not generation.colocated.enabled or not generation.vllm_cfg.enable_sleep_mode:
+            return num_bytes
+        return num_bytes + ENGINE_REST_BYTES["several" if generation.vllm_cfg.tensor_parallel_size > 1 else "one"]
+
+    @cached_property
+    def phases(self) -> tuple[PhaseUse, ...]:
+        """Bytes that a GPU of policy workers holds in each phase; empty where the GPU or the model is not known."""
+        gpu_bytes, limit_gib = self.gpu_bytes, self.cfg.policy.gpu_memory_limit_gib
+        if gpu_bytes is None or not self.groups:
+            return ()
+        engine_bytes = self._engine_bytes(gpu_bytes)
+        phases = [phase for phase in self.plan.plan.phases if engine_bytes or not PHASES[phase].is_for_engine]
+        return tuple(
+            PhaseUse(
+                phase=phase,
+                state=self._state_in(phase),
+                engine_bytes=engine_bytes.get(phase, 0),
+                other_bytes=self._rest_bytes(phase),
+                early_bytes=self._early_bytes(phase),
+                gpu_bytes=gpu_bytes,
+                limit_bytes=None if limit_gib is None else int(limit_gib * _GIB),
+            )
+            for phase in phases
+        )
+
+    @property
+    def rows_in_parts(self) -> frozenset[str]:
+        """Rows of the plan whose groups are on the GPU part by part."""
+        rows = {PARAMS_PART, GRADS_PART, *([OPTIMIZER_PART] if self.cfg.policy.backend.streams_in_parts else [])}
+        return frozenset(rows & self.plan.sizes.keys())
+
+    def _state_in(self, phase: Phase) -> dict[str, int]:
+        """Most bytes of the policy's state in a phase, by name."""
+        plan, in_parts, largest = self.plan, self.rows_in_parts, self._largest_part
+        sizes = {GRADS: 0 if GRADS_PART in plan.sizes else self.groups[GRADS], **plan.sizes}
+        state: dict[str, int] = {}
+        for row in (row for row in plan.plan.table if row in sizes):
+            name = _NAMES.get(row, row)
+            if row in in_parts:
+                size = largest[_WHOLE[row]] if phase in _USED_IN[row] else 0
+            else:
+                size = plan.plan.device_bytes({row: sizes[row]}, phase)
+            state[name] = state.get(name, 0) + size
+        return state
+
+    @cached_property
+    def _shape(self) -> ModelShape:
+        return ModelShape.of(local_model_config(self.cfg) or {})
+
+    @cached_property
+    def _largest_part(self) -> dict[str, int]:
+        """Bytes of one worker's groups that belong to the embedding, which no part that streams divides.
+
+        Zeros where less than everything streams, so that the embedding may be in the rest, and where the model's sizes
+        are not known.
+        """
+        groups, count = self.groups, self.num_parameters
+        elements = (self._shape.vocab_size or 0) * (self._shape.hidden_size or 0)
+        if not count or self.cfg.policy.backend.streamed_share < 1:
+            return dict.fromkeys((PARAMS, GRADS, OPTIMIZER), 0)
+        whole = {**groups, OPTIMIZER: groups[OPTIMIZER] + groups[OPTIMIZER_PART]}
+        return {name: whole[name] * min(elements, count) // count for name in (PARAMS, GRADS, OPTIMIZER)}
+
+    def _early_bytes(self, phase: Phase) -> int:
+        """Bytes of snapshots that come next to their groups, and of groups of the phase that follows."""
+        if not self.cfg.policy.residency_overlap:
+            return 0
+        plan, sizes, spec = self.plan.plan, self.plan.sizes, PHASES[phase]
+        # Parts of a reference come one by one.
+        names = {REFERENCE} if spec.prefetches_snapshots and PARAMS_PART not in sizes else set()
+        following = Phase.OPTIM_STEP if phase is Phase.TRAINING else spec.prefetches_for
+        if following is not None:
+            # Groups that a phase leaves as they were may come. Parts come for the step alone, in passes before it.
+            names |= {
+                name
+                for name in sizes
+                if name in plan.table
+                and plan.placement(name, phase) is Placement.UNCHANGED
+                and plan.placement(name, following) is Placement.DEVICE
+            }
+            names |= {OPTIMIZER_PART} if phase is Phase.TRAINING else set()
+        return sum(sizes.get(name, 0) for name in names)
+
+
+def model_sizes(model_name: str) -> ModelSizes | None:
+    """Sizes of a model in a local folder, or in the hub's cache with its weights; None for any other."""
+    return read_model_sizes(str(local_folder(model_name) or model_name))
+
+
+def least_group_bytes(cfg: PolicyRun, num_parameters: int, num_in_experts: int | None) -> dict[str, int]:
+    """Bytes of one worker's `params`, `grads`, `optimizer` and `optimizer/part`, if parallel ranks share evenly.
+
+    That is the least that the fullest rank holds. With adapters the frozen model has neither gradients nor optimizer
+    states, and those of the adapters are small.
+
+    Args:
+        cfg: The run.
+        num_parameters: Of the model.
+        num_in_experts: Those of them that belong to experts; None if not known: all, with expert parallelism.
+    """
+    backend = cfg.policy.backend
+    if isinstance(backend, MegatronConfig):
+        groups = _on_megatron(cfg, backend, num_parameters, num_in_experts)
+    else:
+        groups = _on_dtensor(cfg, num_parameters)
+    streamed_bytes = int(backend.streamed_share * groups[OPTIMIZER])
+    return {**groups, OPTIMIZER: groups[OPTIMIZER] - streamed_bytes, OPTIMIZER_PART: streamed_bytes}
+
+
+def _on_dtensor(cfg: PolicyRun, num_parameters: int) -> dict[str, int]:
+    """Everything in float32, in as many shards as there are workers."""
+    policy = cfg.policy
+    params_bytes = _FP32_BYTES * num_parameters // cfg.cluster.world_size
+    trained_bytes = 0 if policy.dtensor_cfg.lora_cfg.enabled else params_bytes
+    optimizer_bytes = 0
+    if policy.optimizer is not None:
+        with suppress(ConfigError):  # of an optimizer that another rule refuses
+            spec = torch_optim.optimizer_spec(policy.optimizer, on_gpu=cfg.cluster.gpus_per_node > 0)
+            optimizer_bytes = spec.bytes_per_element(torch.float32) * (trained_bytes // _FP32_BYTES)
+    return {PARAMS: params_bytes, GRADS: trained_bytes, OPTIMIZER: optimizer_bytes}
+
+
+def _on_megatron(
+    cfg: PolicyRun, megatron: MegatronConfig, num_parameters: int, num_in_experts: int | None
+) -> dict[str, int]:
+    """Parameters over tensor-, pipeline- and expert-parallel ranks, a distributed optimizer over all."""
+    optimizer = megatron.optimizer
+    stages, tensor = megatron.pipeline_model_parallel_size, megatron.tensor_model_parallel_size
+    expert_ranks = megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size
+    if num_in_experts is None:
+        num_in_experts, expert_ranks = num_parameters, tensor * megatron.expert_model_parallel_size
+    num_held = (num_parameters - num_in_experts) // (stages * tensor) + num_in_experts // (stages * expert_ranks)
+    num_trained = 0 if megatron.peft.enabled else num_held
+    num_updated = num_trained
+    if optimizer.use_distributed_optimizer:
+        num_updated = min(num_updated, num_parameters // cfg.cluster.world_size if num_trained else 0)
+    if optimizer.optimizer_cpu_offload:
+        num_updated = int((1 - optimizer.optimizer_offload_fraction) * num_updated)
+    dtype = COMPUTE_DTYPES[cfg.policy.precision]
+    in_fp32 = megatron.distributed_data_parallel_config.grad_reduce_in_fp32
+    return {
+        PARAMS: dtype.itemsize * num_held,
+        GRADS: (_FP32_BYTES if in_fp32 else dtype.itemsize) * num_trained,
+        OPTIMIZER: optimizer_spec.optimizer_spec(optimizer).bytes_per_element(dtype) * num_updated,
+    }

@@ -1,0 +1,50 @@
+"""The machine that a run is counted for: the one that it starts on, or one that is planned."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nemo_offload_rl.keys.run import ClusterConfig
+from nemo_offload_rl.memory.ray_memory import as_started_here, host_limits
+from nemo_offload_rl.residency import HostLimit, resident_bytes
+from nemo_offload_rl.utils.gpu_memory import read_gpus
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A host with GPUs.
+
+    Attributes:
+        gpu_bytes: Memory of its smallest GPU; None without one.
+        planned_host_bytes: Main memory that a run may take of a planned machine; None for the present one.
+        has_all_workers: Every worker of the run is on it. Otherwise each worker checks its own host.
+    """
+
+    gpu_bytes: int | None
+    planned_host_bytes: int | None = None
+    has_all_workers: bool = True
+
+    @classmethod
+    def here(cls, cluster: ClusterConfig) -> Machine:
+        """The present machine, as the driver of a run sees it."""
+        gpu_bytes = min((use.total_bytes for use in read_gpus().values()), default=None)
+        return cls(gpu_bytes, has_all_workers=cluster.num_nodes == 1 and "RAY_ADDRESS" not in os.environ)
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether it is another machine than this one."""
+        return self.planned_host_bytes is not None
+
+    def host_limits(self, driver_bytes: int) -> Sequence[HostLimit]:
+        """Limits of main memory for workers and engines, after a driver of `driver_bytes` has its part."""
+        if self.planned_host_bytes is not None:
+            limits = (HostLimit("planned", "the machine", self.planned_host_bytes, self.planned_host_bytes),)
+        else:
+            limits = [limit for limit in host_limits(as_started_here()) if not limit.name.startswith("RLIMIT")]
+            driver_bytes = max(0, driver_bytes - resident_bytes())  # the rest is taken already
+        return [
+            HostLimit(limit.scope, limit.name, max(0, limit.left_bytes - driver_bytes), limit.whole_bytes)
+            for limit in limits
+        ]
