@@ -27,9 +27,7 @@ class ArithmeticConfig(TaskKeys):
     num_digits: Annotated[int, doc("Maximum digits of each operand.", ge=1, le=9)]
     operators: Annotated[tuple[Literal["+", "-", "*"], ...], doc("Operators to draw from.", min_length=1)]
     size: Annotated[int, doc("Training problems, all different.", ge=1)]
-    holdout: Annotated[
-        int, doc("Additional problems for validation, never in the training data, whatever its seed.", ge=0)
-    ]
+    holdout: Annotated[int, doc("Additional problems for validation, never in the training data of any seed.", ge=0)]
     seed: Annotated[int, doc("Seed for drawing the problems.", ge=0)]
 
 
@@ -212,9 +210,7 @@ class EvalDataConfig:
 class SftDefaultConfig:
     """`data.default`: how rows become conversations, unless a data set says otherwise."""
 
-    prompt_file: Annotated[
-        str | None, doc("Text file with `{}` in place of a row's prompt; null sends the prompt alone.")
-    ] = None
+    prompt_file: Annotated[str | None, doc("Text file with `{}` in place of a row's prompt; null: the prompt.")] = None
     system_prompt_file: Annotated[
         str | None, doc("Text file with the system message for conversations without one; null for none.")
     ] = None
@@ -231,9 +227,9 @@ class SftDefaultConfig:
 class DpoDefaultConfig:
     """`data.default`: how rows become pairs, unless a data set says otherwise."""
 
-    system_prompt_file: Annotated[
-        str | None, doc("Text file with the system message for prompts without one; null for none.")
-    ] = None
+    system_prompt_file: Annotated[str | None, doc("Text file with prompts' missing system message; null for none.")] = (
+        None
+    )
 
 
 @section
@@ -327,9 +323,7 @@ class EnvConfig:
             "Weights of the rewards of a list of functions; the reward is their weighted sum. null or omitted: 1 each."
         ),
     ] = None
-    kwargs: Annotated[
-        dict[str, Any] | None, doc("Further arguments for the function or class; null or omitted: none.")
-    ] = None
+    kwargs: Annotated[dict[str, Any] | None, doc("Further arguments for the function or class; null for none.")] = None
     timeout_s: Annotated[
         float | None,
         doc(

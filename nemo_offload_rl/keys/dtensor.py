@@ -14,9 +14,9 @@ from nemo_offload_rl.keys.section import doc, section
 class DTensorLoraConfig:
     """`policy.dtensor_cfg.lora_cfg`: train low-rank adapters instead of the model's own weights."""
 
-    enabled: Annotated[
-        bool, doc("Use LoRA. The model's weights are frozen; refits and exports send merged weights.")
-    ] = False
+    enabled: Annotated[bool, doc("Use LoRA: the model's weights are frozen; refits and exports send merged ones.")] = (
+        False
+    )
     target_modules: Annotated[
         tuple[str, ...],
         doc(
@@ -65,9 +65,9 @@ class DTensorConfig:
             "activations per device. Needs `tensor_parallel_size` above 1."
         ),
     ] = False
-    activation_checkpointing: Annotated[
-        bool, doc("Recompute activations in the backward pass instead of keeping them.")
-    ] = False
+    activation_checkpointing: Annotated[bool, doc("Recompute activations in backward passes, do not keep them.")] = (
+        False
+    )
     activation_offload: Annotated[
         bool,
         doc(

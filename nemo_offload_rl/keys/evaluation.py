@@ -23,7 +23,7 @@ class EvalSectionConfig:
     ] = "pass@k"
     num_tests_per_prompt: Annotated[int, doc("Responses per prompt.", ge=1)] = 1
     k_value: Annotated[
-        int, doc("The k of the score; powers of two up to num_tests_per_prompt are reported too.", ge=1)
+        int, doc("The k of the score; powers of 2 up to num_tests_per_prompt are reported too.", ge=1)
     ] = 1
     greedy: Annotated[
         bool, doc("Also generate one greedy response per prompt, for `accuracy_greedy`, if the others are sampled.")

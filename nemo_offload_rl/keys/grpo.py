@@ -198,7 +198,7 @@ class RolloutSectionConfig:
     max_val_samples: Annotated[int, doc("Maximum number of prompts per validation.", ge=1)]
     val_batch_size: Annotated[int, doc("Validation prompts sent to the engine at once.", ge=1)]
     val_num_generations_per_prompt: Annotated[
-        int, doc("Responses per validation prompt; accuracy is averaged over them.", ge=1)
+        int, doc("Responses per validation prompt, averaged in accuracy.", ge=1)
     ] = 1
     max_token_mult_prob_error: Annotated[
         float | None,
@@ -352,9 +352,7 @@ class ClippedPGLossConfig:
             "weights unchanged."
         ),
     ] = None
-    truncated_importance_sampling_ratio: Annotated[
-        float | None, doc("Upper bound of that weight; null for none.", gt=0)
-    ] = None
+    truncated_importance_sampling_ratio: Annotated[float | None, doc("Upper bound of it; null for none.", gt=0)] = None
     truncated_importance_sampling_ratio_min: Annotated[
         float | None, doc("Lower bound of that weight; null for none. icepop and seq-mask-tis need one.", ge=0)
     ] = None
@@ -440,7 +438,7 @@ class DistillationLossConfig:
         doc("forward is KL(teacher || student), reverse is KL(student || teacher), mixed is a weighted sum of both."),
     ] = "mixed"
     mixed_kl_weight: Annotated[
-        float, doc("Weight of the forward KL in `mixed`; the reverse KL has 1 minus this.", ge=0, le=1)
+        float, doc("Weight of the forward KL in `mixed`; the reverse has the rest.", ge=0, le=1)
     ] = 0.5
     zero_outside_topk: Annotated[
         bool,

@@ -45,9 +45,7 @@ class MegatronOptimizerConfig:
     clip_grad: Annotated[float | None, doc("Clip gradients to this norm; 0 or null for no limit.", ge=0)] = value_of(
         "${policy.max_grad_norm}"
     )
-    optimizer_cpu_offload: Annotated[
-        bool, doc("Keep the optimizer on the host permanently and compute its update there.")
-    ] = False
+    optimizer_cpu_offload: Annotated[bool, doc("Keep the optimizer on the host and compute its update there.")] = False
     optimizer_offload_fraction: Annotated[
         float,
         doc("Fraction of the parameters whose optimizer is on the host, with `optimizer_cpu_offload`.", ge=0, le=1),
@@ -139,9 +137,9 @@ class MegatronFp8Config:
 class MegatronLoraConfig:
     """`policy.megatron_cfg.peft`: train low-rank adapters instead of the model's own weights."""
 
-    enabled: Annotated[
-        bool, doc("Use LoRA. The model's weights are frozen; refits and exports send merged weights.")
-    ] = False
+    enabled: Annotated[bool, doc("Use LoRA: the model's weights are frozen; refits and exports send merged ones.")] = (
+        False
+    )
     target_modules: Annotated[
         tuple[str, ...],
         doc(
@@ -155,9 +153,7 @@ class MegatronLoraConfig:
     dim: Annotated[int, doc("Rank of the adapters.", ge=1)] = 8
     alpha: Annotated[int, doc("Adapter outputs are scaled by alpha / dim.", ge=1)] = 32
     dropout: Annotated[float, doc("Dropout probability in training.", ge=0, lt=1)] = 0.0
-    dropout_position: Annotated[
-        Literal["pre", "post"], doc("Apply dropout to an adapter's inputs or to its outputs.")
-    ] = "post"
+    dropout_position: Annotated[Literal["pre", "post"], doc("Drop out an adapter's inputs or its outputs.")] = "post"
     lora_A_init_method: Annotated[
         Literal["xavier", "normal", "kaiming"], doc("Initialization of A: Xavier normal, normal or Kaiming uniform.")
     ] = "xavier"
@@ -180,27 +176,23 @@ class MegatronConfig:
         ),
     ] = "transformer_engine"
     tensor_model_parallel_size: Annotated[int, doc("Devices that each layer is sharded over.", ge=1)] = 1
-    pipeline_model_parallel_size: Annotated[
-        int, doc("Devices that the layers are distributed over, as pipeline stages.", ge=1)
-    ] = 1
-    num_layers_in_first_pipeline_stage: Annotated[
-        int | None, doc("Layers in the first stage; null for an even split.", ge=1)
-    ] = None
-    num_layers_in_last_pipeline_stage: Annotated[
-        int | None, doc("Layers in the last stage; null for an even split.", ge=1)
-    ] = None
+    pipeline_model_parallel_size: Annotated[int, doc("Pipeline stages: devices that share the layers.", ge=1)] = 1
+    num_layers_in_first_pipeline_stage: Annotated[int | None, doc("Layers in the first stage; null: evenly.", ge=1)] = (
+        None
+    )
+    num_layers_in_last_pipeline_stage: Annotated[int | None, doc("Layers in the last stage; null: evenly.", ge=1)] = (
+        None
+    )
     context_parallel_size: Annotated[int, doc("Devices that each sequence is split over.", ge=1)] = 1
     expert_model_parallel_size: Annotated[int, doc("Devices that the experts are distributed over.", ge=1)] = 1
     expert_tensor_parallel_size: Annotated[int, doc("Devices that each expert is sharded over.", ge=1)] = 1
     pipeline_dtype: Annotated[
         Literal["float32", "bfloat16", "float16"], doc("Type of the tensors that stages send to each other.")
     ] = value_of("${policy.precision}")
-    sequence_parallel: Annotated[
-        bool, doc("Also shard norms and residuals along the sequence; needs tensor parallelism.")
-    ] = False
-    activation_checkpointing: Annotated[
-        bool, doc("Recompute activations in the backward pass instead of keeping them.")
-    ] = False
+    sequence_parallel: Annotated[bool, doc("Shard norms and residuals by sequence; needs tensor parallelism.")] = False
+    activation_checkpointing: Annotated[bool, doc("Recompute activations in backward passes, do not keep them.")] = (
+        False
+    )
     recompute_granularity: Annotated[
         Literal["full", "selective"], doc("What to recompute: whole layers or only `recompute_modules`.")
     ] = "full"
@@ -285,12 +277,12 @@ class MegatronConfig:
     apply_rope_fusion: Annotated[
         bool, doc("Use a fused kernel for rotary embeddings; not for YaRN, whose attention factor it omits.")
     ] = True
-    bias_activation_fusion: Annotated[
-        bool, doc("Use a fused kernel for bias and activation, where the activation has one.")
-    ] = True
-    defer_fp32_logits: Annotated[
-        bool, doc("Cast logits to float32 chunk by chunk; needs `policy.logprob_chunk_size`.")
-    ] = False
+    bias_activation_fusion: Annotated[bool, doc("Use a fused kernel for bias and activation where there is one.")] = (
+        True
+    )
+    defer_fp32_logits: Annotated[bool, doc("Cast logits to float32 in chunks; needs `policy.logprob_chunk_size`.")] = (
+        False
+    )
     env_vars: Annotated[dict[str, str] | None, doc("Environment variables of the policy workers.")] = None
     fp8_cfg: Annotated[MegatronFp8Config, doc("8-bit matrix products.")]
     peft: Annotated[MegatronLoraConfig, doc("Low-rank adapters (LoRA).")]

@@ -49,7 +49,7 @@ class SchedulerMilestonesConfig:
     """The last entry of `policy.scheduler` when there are several phases."""
 
     milestones: Annotated[
-        tuple[int, ...], doc("Steps of the run at which the second, third, ... phase begins; ascending.")
+        tuple[int, ...], doc("Steps of the run at which the second, third, ... phase begins, ascending.")
     ]
 
 

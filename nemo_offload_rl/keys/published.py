@@ -88,9 +88,7 @@ class ConversationsConfig(PublishedKeys):
     """Conversations: allenai/tulu-3-sft-mixture; the math part of nvidia/Nemotron-Cascade-2-SFT-Data."""
 
     dataset_name: Annotated[Literal["tulu3_sft_mixture", "Nemotron-Cascade-2-SFT-Math"], doc("Selects this data set.")]
-    max_samples: Annotated[
-        int | None, doc("Number of conversations to draw, by `seed`; null or omitted: all.", ge=1)
-    ] = None
+    max_samples: Annotated[int | None, doc("Number of conversations to draw, by `seed`; null for all.", ge=1)] = None
 
 
 @section

@@ -66,18 +66,14 @@ class SinkConfig:
             min_length=1,
         ),
     ]
-    kwargs: Annotated[
-        dict[str, Any] | None, doc("Further arguments for the function or class; null or omitted: none.")
-    ] = None
+    kwargs: Annotated[dict[str, Any] | None, doc("Further arguments for the function or class; null for none.")] = None
 
 
 @section
 class LoggerConfig:
     """`logger`: where a run writes. metrics.jsonl and the resolved configuration are always written."""
 
-    log_dir: Annotated[
-        str, doc("Run folder. An existing metrics.jsonl in it is renamed, never overwritten.", min_length=1)
-    ]
+    log_dir: Annotated[str, doc("Run folder. A metrics.jsonl in it is renamed, never overwritten.", min_length=1)]
     numbered_runs: Annotated[
         bool,
         doc(
@@ -110,9 +106,7 @@ class ClusterConfig:
     """`cluster`: the machines. Policy workers and colocated engines share each device."""
 
     gpus_per_node: Annotated[int, doc("GPUs to use on each node; 0 runs on CPU.", ge=0)] = 1
-    cpu_workers_per_node: Annotated[
-        int, doc("Policy workers on each node when `gpus_per_node` is 0; otherwise ignored.", ge=1)
-    ] = 1
+    cpu_workers_per_node: Annotated[int, doc("Policy workers on each node where `gpus_per_node` is 0.", ge=1)] = 1
     num_nodes: Annotated[int, doc("Nodes of the Ray cluster to use.", ge=1)] = 1
     master_port_range_low: Annotated[
         int, doc("First port that the policy workers' rendezvous may use.", ge=1024, le=65535)

@@ -46,16 +46,14 @@ class SftSectionConfig(SupervisedSectionConfig):
 class DpoSectionConfig(SupervisedSectionConfig):
     """`dpo`: direct preference optimization (arXiv 2305.18290). One step makes one update."""
 
-    reference_policy_kl_penalty: Annotated[
-        float, doc("Beta: the scale of the log-ratio to the reference in the loss.", gt=0)
-    ] = 0.05
+    reference_policy_kl_penalty: Annotated[float, doc("Beta, the scale of the log-ratio to the reference.", gt=0)] = (
+        0.05
+    )
     preference_loss_weight: Annotated[float, doc("Weight of the preference loss.", ge=0)] = 1.0
     preference_average_log_probs: Annotated[
         bool, doc("Average log-ratios over a response's tokens instead of summing them, so that length has no effect.")
     ] = False
-    label_smoothing: Annotated[
-        float, doc("Assumed fraction of pairs with swapped labels (conservative DPO).", ge=0, lt=0.5)
-    ] = 0.0
+    label_smoothing: Annotated[float, doc("Assumed share of pairs with swapped labels (cDPO).", ge=0, lt=0.5)] = 0.0
     sft_loss_weight: Annotated[
         float, doc("Weight of the chosen response's negative logprob, added to the loss; 0 for none.", ge=0)
     ] = 0.0

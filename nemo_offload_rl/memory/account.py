@@ -155,7 +155,7 @@ class Account:
         return host_need(
             settings,
             self._expected(settings),
-            device_type="cuda" if cfg.cluster.gpus_per_node else "cpu",
+            on_cpu=not cfg.cluster.gpus_per_node,
             device_bytes=(self.machine.gpu_bytes or 0) if cfg.cluster.gpus_per_node else memory_total_bytes(),
             num_workers=cfg.cluster.workers_per_node,
             engine_weight_bytes=self.engine_weight_bytes,

@@ -122,7 +122,7 @@ def host_need(
     settings: PolicySettings,
     expected: ExpectedBytes,
     *,
-    device_type: str,
+    on_cpu: bool,
     device_bytes: int,
     num_workers: int | None = None,
     loaded: Collection[str] = (),
@@ -133,7 +133,7 @@ def host_need(
     Args:
         settings: The policy's settings.
         expected: Bytes of its state by row of the plan, of a reference if one is kept, of loading and activations.
-        device_type: `cuda` or `cpu`, where the state in use and an engine take main memory as well.
+        on_cpu: State in use and an engine take main memory as well.
         device_bytes: Memory of the worker's device.
         num_workers: Workers of the host, where processes are still to start; None in a worker that runs.
         loaded: Rows whose state is in memory already.
@@ -143,8 +143,8 @@ def host_need(
     if num_workers is None:
         other = {PROCESS: GROWTH_BYTES, LOADING: expected.loading}
     else:
-        other = process_bytes(settings, device_type, num_workers)
-    if device_type == "cpu":
+        other = process_bytes(settings, "cpu" if on_cpu else "cuda", num_workers)
+    if on_cpu:
         gradients_bytes = sizes[PARAMS]
         other[DEVICE_STATE] = sum(size for row, size in sizes.items() if row not in loaded) + gradients_bytes
         if settings.engine_memory_share > 0:

@@ -77,7 +77,7 @@ def begin_host_memory(
     arena = HostArena(device.new_region)
     if expected.state:
         kept = expected if keep_reference else replace(expected, reference=0)
-        need = host_need(settings, kept, device_type=_type_of(device), device_bytes=device.total_bytes())
+        need = host_need(settings, kept, on_cpu=device.is_host_memory, device_bytes=device.total_bytes())
         arena.limit_bytes = claim_host_memory(need)
         plan = need.resolve()
         arena.begin_reserve(plan.plan.host_bytes(plan.arena))
@@ -110,7 +110,7 @@ def build_manager(
         activations=backend.activation_host_bytes(),
         reference_is_cast=snapshot_is_cast(params),
     )
-    need = host_need(settings, expected, device_type=_type_of(device), device_bytes=device.total_bytes(), loaded=loaded)
+    need = host_need(settings, expected, on_cpu=device.is_host_memory, device_bytes=device.total_bytes(), loaded=loaded)
     if not arena.reserved_bytes:
         arena.limit_bytes = claim_host_memory(need)
     plan = need.resolve()
@@ -132,7 +132,3 @@ def build_manager(
             manager.snapshot(PARAMS, REFERENCE)
         unless_done.pop_all()
     return manager, need
-
-
-def _type_of(device: Device) -> str:
-    return "cpu" if device.is_host_memory else "cuda"
