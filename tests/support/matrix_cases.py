@@ -139,9 +139,9 @@ def hf_model(folder: Path) -> Any:
     return as_published(model.eval())
 
 
-def plain_steps(folder: Path) -> tuple[Any, list[float], list[float]]:
-    """Plain torch's model after steps with `BATCHES`, the losses and the norms of the gradients."""
-    model, losses, norms = hf_model(folder), [], []
+def plain_steps(model: Any) -> tuple[list[float], list[float]]:
+    """Steps of plain torch with `BATCHES`: the losses and the norms of the gradients."""
+    losses, norms = [], []
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, eps=EPSILON, weight_decay=0.0)
     for batch in BATCHES:
         loss, grads = hf_loss_and_grads(model, batch)
@@ -150,7 +150,7 @@ def plain_steps(folder: Path) -> tuple[Any, list[float], list[float]]:
         norms.append(float(torch.nn.utils.get_total_norm(grads.values())))
         losses.append(loss)
         optimizer.step()
-    return model, losses, norms
+    return losses, norms
 
 
 def checkpoint_names(row: Row, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -159,10 +159,15 @@ def checkpoint_names(row: Row, tensors: Mapping[str, Tensor]) -> dict[str, Tenso
     return {own_name: part for name, tensor in tensors.items() for own_name, part in hub.divided(name, tensor)}
 
 
-def scores_like(worker: PolicyWorker, model: Any) -> None:
-    """Logprobs are the model's."""
+def scores_of(model: Any) -> Tensor:
+    """Logprobs of the first batch."""
+    return hf_logprobs(model, BATCHES[0]).detach()
+
+
+def scores_like(worker: PolicyWorker, scores_BS: Tensor) -> None:
+    """Logprobs of the first batch are these."""
     worker.prepare_for_lp_inference()
-    assert_close(worker.get_logprobs(BATCHES[0]), hf_logprobs(model, BATCHES[0]).detach())
+    assert_close(worker.get_logprobs(BATCHES[0]), scores_BS)
 
 
 def steps(worker: PolicyWorker, batches: Sequence[Any]) -> list[TrainResult]:
@@ -171,70 +176,78 @@ def steps(worker: PolicyWorker, batches: Sequence[Any]) -> list[TrainResult]:
     return [worker.train(batch, NLL()) for batch in batches]
 
 
-def trains_like_plain_torch(row: Row, root: Path) -> None:
+def trains_like_plain_torch(row: Row, root: Path, model: Any, scores_BS: Tensor) -> None:
     """Import, logprobs, two steps, a checkpoint between them, an export after them, and a resume bit by bit.
+
+    The exported model has Hugging Face's gradients, of packed rows where they can be packed.
 
     Args:
         row: Of the matrix.
         root: Gets `saved`, and `hf` with the trained model.
+        model: Hugging Face's model of the row's folder; is trained here.
+        scores_BS: Its logprobs.
     """
-    expected, losses, norms = plain_steps(row.folder)
+    losses, norms = plain_steps(model)
     with row.worker() as worker:
-        scores_like(worker, hf_model(row.folder))
+        scores_like(worker, scores_BS)
         results = steps(worker, BATCHES[:1])
         worker.save_checkpoint(root / "saved")
         results += steps(worker, BATCHES[1:])
         assert_close([loss for result in results for loss in result.loss], losses)
         assert_close([norm for result in results for norm in result.grad_norm], norms)
         trained = checkpoint_names(row, weights_of(worker))
-        assert_close(trained, checkpoint_tensors(expected))
+        assert_close(trained, checkpoint_tensors(model))
         worker.export_hf(root / "hf")
     exported = hf_model(root / "hf")
     assert_equal(checkpoint_tensors(exported), trained)
     assert not getattr(exported.config, "num_nextn_predict_layers", 0)  # whose tensors are not there
-    with row.worker() as worker:
+    with row.worker(root / "hf") as worker:
+        if not row.packs:
+            has_gradients_of(exported, row, worker)
+            worker.zero_grad()
         worker.load_checkpoint(root / "saved")
         assert steps(worker, BATCHES[1:]) == results[1:]
         assert_equal(checkpoint_names(row, weights_of(worker)), trained)
+    if row.packs:
+        with row.worker(root / "hf", sequence_packing=PACKING) as worker:
+            has_gradients_of(exported, row, worker)
 
 
-def gradients_are_hugging_faces(row: Row, folder: Path) -> None:
-    """Logprobs, loss and every gradient, of packed rows where they can be packed."""
-    model = hf_model(folder)
+def has_gradients_of(model: Any, row: Row, worker: PolicyWorker) -> None:
+    """Logprobs, loss and every gradient are those of Hugging Face's model, whose parameters become its gradients."""
+    scores_like(worker, scores_of(model))
     expected_loss, _ = hf_loss_and_grads(model, BATCHES[0])
-    changes: dict[str, Any] = {"sequence_packing": PACKING} if row.packs else {}
-    with row.worker(folder, **changes) as worker:
-        scores_like(worker, model)
-        worker.prepare_for_training()
-        loss, _ = worker.forward_backward(BATCHES[0], NLL())
-        assert_close(loss, expected_loss)
-        for parameter in model.parameters():
-            parameter.data = parameter.grad
-        buffers = {checkpoint_name(model, name) for name, _ in model.named_buffers()}  # some are tensors of checkpoints
-        found, expected = (
-            {name: tensor for name, tensor in tensors.items() if name not in buffers}
-            for tensors in (checkpoint_names(row, full_grads(worker)), checkpoint_tensors(model))
-        )
-        assert_close(found, expected)
+    worker.prepare_for_training()
+    loss, _ = worker.forward_backward(BATCHES[0], NLL())
+    assert_close(loss, expected_loss)
+    for parameter in model.parameters():
+        parameter.data = parameter.grad
+    buffers = {checkpoint_name(model, name) for name, _ in model.named_buffers()}  # some are tensors of checkpoints
+    found, expected = (
+        {name: tensor for name, tensor in tensors.items() if name not in buffers}
+        for tensors in (checkpoint_names(row, full_grads(worker)), checkpoint_tensors(model))
+    )
+    assert_close(found, expected)
 
 
-def adapters_move_the_merged_weights(row: Row, root: Path, engine: EngineProcess | None) -> None:
+def adapters_move_the_merged_weights(row: Row, root: Path, scores_BS: Tensor, engine: EngineProcess | None) -> None:
     """Two steps of adapters; the worker computes, exports and refits to the engine the weights with them.
 
     Args:
         row: Of the matrix.
         root: Gets `merged`.
+        scores_BS: Logprobs of the model without them.
         engine: One that runs the model with whatever weights.
     """
     with lora_worker(row.folder, row.backend, **row.changes()) as worker:
-        scores_like(worker, hf_model(row.folder))
+        scores_like(worker, scores_BS)
         before = full_params(worker)
         steps(worker, BATCHES)
         after = full_params(worker)
         assert all(not torch.equal(after[name], before[name]) for name in before if ".lora_" in name)
         worker.export_hf(root / "merged")
         merged = hf_model(root / "merged")
-        scores_like(worker, merged)
+        scores_like(worker, scores_of(merged))
         if engine is not None:
             refit(policy_of(worker), engine)
             answers_like(engine, merged)

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from nemo_offload_rl.backends.megatron.upstream.bridge_import import import_auto_bridge
+from nemo_offload_rl.utils.garbage import freeze_objects
 
 CPU = torch.device("cpu")
 
@@ -41,8 +45,14 @@ def _on_cpu(device: Any) -> Any:
     return CPU if is_cuda or isinstance(device, int) else device
 
 
+# What is changed whatever its keywords are. All else is called at once: each of 25,000 calls a model comes here.
+_CHANGED = {torch.Tensor.cuda, torch.Tensor.pin_memory, torch.Tensor.record_stream, torch.Tensor.to, torch.Tensor.type}
+
+
 class _CudaMeansCpu(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _CHANGED and not (kwargs and ("device" in kwargs or "pin_memory" in kwargs)):
+            return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = dict(kwargs or {})
         if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0]
@@ -73,10 +83,22 @@ def _with_lists(all_to_all: Any) -> Any:
     return wrapper
 
 
+@cache
+def _import_megatron() -> None:
+    """Import it before anything of a test exists, without the compiler that its small functions are for.
+
+    Else every worker's collection would look through its 200,000 objects for 0.15 s.
+    """
+    with patch.object(torch, "compile", lambda function=None, **_: function or (lambda later: later)):
+        import_auto_bridge()
+    freeze_objects()
+
+
 @contextlib.contextmanager
 def megatron_on_cpu() -> Iterator[None]:
     """Have CUDA calls answered by the CPU inside the body, in this thread."""
     assert not torch.cuda.is_available(), "the shim would hide the GPU"
+    _import_megatron()
     answers = {
         "current_device": lambda: CPU,
         "current_stream": _Nothing,

@@ -18,9 +18,9 @@ from matrix_cases import (
     Row,
     adapters_move_the_merged_weights,
     answers_like,
-    gradients_are_hugging_faces,
     hf_model,
     is_refitted,
+    scores_of,
     split_over_two_ranks,
     trains_like_plain_torch,
 )
@@ -56,15 +56,16 @@ def check(row: Row, root: Path, engine: EngineProcess | None) -> list[str]:
     """Go through everything that one rank can show; what was seen, in the page's words."""
     facts = list(EVERYWHERE)
     save_family_folder(row.folder, row.name)
-    trains_like_plain_torch(row, root)
-    gradients_are_hugging_faces(row, root / "hf")
+    model = hf_model(row.folder)
+    scores_BS = scores_of(model)
+    trains_like_plain_torch(row, root, model, scores_BS)
     facts += [PACKING] if row.packs else []
     if engine is not None:
         engine.start(engine_settings(root / "hf", vllm_kwargs={"load_format": "auto"}))
         answers_like(engine, hf_model(root / "hf"))
         is_refitted(row, engine)
     if row.has_adapters:
-        adapters_move_the_merged_weights(row, root, engine)
+        adapters_move_the_merged_weights(row, root, scores_BS, engine)
         facts.append(LORA)
     return facts
 

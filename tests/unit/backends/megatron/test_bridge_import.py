@@ -6,7 +6,7 @@ import pytest
 SCRIPT = """
 import importlib.util, logging, sys
 assert importlib.util.find_spec("transformer_engine") is None
-from nemo_offload_rl.backends.megatron import bridge_import
+from nemo_offload_rl.backends.megatron.upstream import bridge_import
 records = []
 handler = logging.Handler()
 handler.emit = lambda record: records.append(record.getMessage())
