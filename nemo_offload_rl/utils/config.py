@@ -240,7 +240,7 @@ def _load_with_defaults(path: Path, seen: tuple[Path, ...]) -> DictConfig:
         parents = [parents]
     if not isinstance(parents, (list, ListConfig)) or not all(isinstance(name, str) for name in parents):
         raise ConfigError(f"{path}: `defaults` is {parents!r}; write the path of a YAML file or a list of paths")
-    config = OmegaConf.create({})
+    config = None
     for name in parents:
         parent = path.parent / name
         if not parent.exists() and Path(name).name == name and (EXEMPLARS / name).is_file():
@@ -270,19 +270,21 @@ def _read_yaml(path: Path) -> DictConfig:
     return config
 
 
-def _merge(base: DictConfig, over: DictConfig) -> DictConfig:
+def _merge(base: DictConfig | None, over: DictConfig) -> DictConfig:
     """`over` merged into `base`; mappings of `over` with a mark replace or remove those of `base`."""
     for key in _marked_paths(over, _REMOVE_MARK):
         for config in (over, base):
             parent_key, _, leaf = key.rpartition(".")
-            parent = OmegaConf.select(config, parent_key) if parent_key else config
+            parent = OmegaConf.select(config, parent_key) if parent_key and config is not None else config
             if isinstance(parent, DictConfig):
                 parent.pop(leaf, None)
     for key in _marked_paths(over, _REPLACE_MARK):
         section = OmegaConf.select(over, key)
         section.pop(_REPLACE_MARK)
-        if OmegaConf.select(base, key, throw_on_missing=False) is not None:
+        if base is not None and OmegaConf.select(base, key, throw_on_missing=False) is not None:
             OmegaConf.update(base, key, {}, merge=False)
+    if base is None:
+        return over
     try:
         merged = OmegaConf.merge(base, over)
     except OmegaConfBaseException as error:

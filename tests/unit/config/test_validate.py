@@ -180,7 +180,7 @@ def problems_at(values: dict[str, Any], path: str) -> list[str]:
     return []
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(misspelt())
 def test_what_a_hint_says_passes_the_check_once_it_is_done(case: tuple[str, Any]) -> None:
     path, value = case

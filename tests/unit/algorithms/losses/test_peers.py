@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ NO_KL = "loss_fn.reference_policy_kl_penalty=0"
 OWN_REWARD = "+env.mine={target: [examples/custom/reward.py:even_digits], num_workers: 0}"
 
 
+@cache
 def keys(*overrides: str, exemplar: str = EXEMPLAR):
     """Both sections that an algorithm is set up by."""
     config = load_grpo_config(exemplar, overrides)
