@@ -15,7 +15,7 @@ from nemo_offload_rl.errors import WorkerDiedError
 
 @pytest.fixture(scope="module")
 def sleepers():
-    pool = GradingPool(time.sleep, num_workers=2, timeout_s=1.0)
+    pool = GradingPool(time.sleep, num_workers=2, timeout_s=5.0)
     yield pool
     pool.close()
 
