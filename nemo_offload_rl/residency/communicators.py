@@ -143,7 +143,6 @@ class Communicators:
         start = time.perf_counter()
         if phase is Phase.GENERATION and (freed_bytes := self.suspend()):
             report.group("communicators").bytes_freed += freed_bytes
-            report.device_used_after_bytes -= freed_bytes
         if self._nccl is not None:
             took_s += time.perf_counter() - start
             report.exposed_s += took_s

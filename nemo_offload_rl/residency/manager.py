@@ -161,7 +161,6 @@ class ResidencyManager:
         """Look for what stayed on entering the present phase, and start what may run while it works."""
         phase = report.target
         if self._settles(phase):
-            report.device_used_after_bytes = self._device.used_bytes()
             report.leftovers = self._groups.leftovers(records, cache_released=self.plan.releases_cache(phase))
         self.work.begin(phase, sum(device_bytes(records).values()), self._states.values())
         if not self._overlap:

@@ -130,10 +130,6 @@ class CudaDevice(Device):
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
 
-    def used_bytes(self) -> int:
-        free, total = torch.cuda.mem_get_info(self.device)
-        return total - free
-
     def reserved_bytes(self) -> int:
         return torch.cuda.memory_reserved(self.device)
 

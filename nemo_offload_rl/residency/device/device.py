@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nemo_offload_rl.residency.device.pieces import Copy
-from nemo_offload_rl.residency.host.limits import available_bytes, memory_total_bytes, resident_bytes
+from nemo_offload_rl.residency.host.limits import available_bytes, memory_total_bytes
 from nemo_offload_rl.residency.host.regions import HostRegion, PageableRegion
 from nemo_offload_rl.residency.table.groups import StorageRecord
 from nemo_offload_rl.residency.table.ledger import TransitionReport
@@ -110,10 +110,6 @@ class Device(ABC):
     def release_cache(self) -> None:
         """Release cached free memory to the driver, so that other processes can have it."""
         return None
-
-    @abstractmethod
-    def used_bytes(self) -> int:
-        """Memory in use on the device, by everyone."""
 
     @abstractmethod
     def total_bytes(self) -> int:
@@ -252,9 +248,6 @@ class CpuDevice(Device):
 
     def _allocate(self, room: Room) -> None:
         room.storage.resize_(room.num_bytes)
-
-    def used_bytes(self) -> int:
-        return resident_bytes()
 
     def total_bytes(self) -> int:
         return memory_total_bytes()

@@ -202,8 +202,6 @@ class GroupSet:
         settled = [charged for charged in reports if charged is not None]
         if release_cache:
             self.release_cache_for(report or (settled[-1] if settled and is_exposed else None))
-        for charged in settled:
-            charged.device_used_after_bytes = self.device.used_bytes()
 
     def release_cache_for(self, report: TransitionReport | None) -> None:
         """Release cached memory to the driver, unless that waits for many copies out; charge a report its seconds.
@@ -245,20 +243,18 @@ class Transaction:
         """Make the move.
 
         Args:
-            release_cache: Release cached memory to the driver too; see `GroupSet.release_cache`.
+            release_cache: Release cached memory to the driver too; see `GroupSet.release_cache_for`.
         """
         device, report = self._groups.device, self._report
         before = {name: state.location for name, state in self._groups.states.items()}
         moving = {n: place for n, place in self._wanted.items() if place not in (Placement.UNCHANGED, before[n])}
         with report.held_up():
             device.observe([r.storage for found in self.records.values() for r in found.values() if r.storage.nbytes()])
-            report.device_used_before_bytes = device.used_bytes()
             try:
                 self._move(moving, self.records, report, release_cache)
             except BaseException as error:
                 self._roll_back(before, error)
                 raise
-            report.device_used_after_bytes = device.used_bytes()
 
     def _move(
         self, moving: Mapping[str, Placement], records: Records, report: TransitionReport, release_cache: bool

@@ -33,8 +33,6 @@ class TransitionReport:
             device had nothing to run, since it waited for copies or the host was held up (`Device.held_up`).
         give_back_s: Those of them in which memory was released to the driver, or communicators got theirs back.
         transfer_s: Seconds that its copies took on the link, waited for or not.
-        device_used_before_bytes: Memory in use on the device as the driver sees it, by everyone, before.
-        device_used_after_bytes: The same after the transition (after the last release of memory).
         peak_bytes: Most device memory that this process held in the phase before; 0 where that is not known.
         without_room: Groups that did not fit with the work of the phase, so that they are waited for later.
         leftovers: What this process has on the device that the plan does not account for, largest first.
@@ -46,8 +44,6 @@ class TransitionReport:
     exposed_s: float = 0.0
     give_back_s: float = 0.0
     transfer_s: float = 0.0
-    device_used_before_bytes: int = 0
-    device_used_after_bytes: int = 0
     peak_bytes: int = 0
     without_room: list[str] = field(default_factory=list[str])
     leftovers: list[Leftover] = field(default_factory=list[Leftover])

@@ -135,17 +135,16 @@ def test_parts_that_come_ahead_and_hand_over_their_memory_change_no_bit(monkeypa
         training.manager.close()
 
 
-def test_the_driver_gets_the_memory_back_and_the_report_shows_it():
+def test_the_driver_gets_the_memory_back():
     training = Training()
     training.step()
     training.manager.enter(Phase.REFIT)
     training.manager.settle()
     before = torch.cuda.mem_get_info()[0]
     params = sum(p.nbytes for p in training.parameters)
-    report = training.manager.enter(Phase.GENERATION)
+    training.manager.enter(Phase.GENERATION)
     freed = torch.cuda.mem_get_info()[0] - before
     assert freed >= params - (16 << 20)  # segments that other small tensors share stay
-    assert report.device_used_before_bytes - report.device_used_after_bytes == freed
     training.manager.close()
 
 
