@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -39,7 +39,7 @@ class SimulatedDevice(CpuDevice):
     def free_bytes(self) -> int:
         return self.capacity_bytes - self.used_bytes()
 
-    def observe(self, storages: Sequence[torch.UntypedStorage]) -> None:
+    def observe(self, storages: Iterable[torch.UntypedStorage]) -> None:
         """Set the account to exactly these storages."""
         self._sizes = {}
         for storage in storages:

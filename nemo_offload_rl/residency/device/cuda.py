@@ -121,7 +121,7 @@ class CudaDevice(Device):
                 "policy.gpu_memory_limit_gib if it is set."
             ) from error
 
-    def observe(self, storages: Sequence[torch.UntypedStorage]) -> None:
+    def observe(self, storages: Iterable[torch.UntypedStorage]) -> None:
         self._hands_over = False
 
     def release_cache(self) -> None:

@@ -103,8 +103,8 @@ class Device(ABC):
         """Release a storage's memory; its tensors stay valid objects without contents."""
         storage.resize_(0)
 
-    def observe(self, storages: Sequence[torch.UntypedStorage]) -> None:
-        """Look at the storages that are on the device, some of which others allocated; called at each transition."""
+    def observe(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Look at the groups' storages, some of which others allocated; called at each transition."""
         return None
 
     def release_cache(self) -> None:

@@ -249,7 +249,7 @@ class Transaction:
         before = {name: state.location for name, state in self._groups.states.items()}
         moving = {n: place for n, place in self._wanted.items() if place not in (Placement.UNCHANGED, before[n])}
         with report.held_up():
-            device.observe([r.storage for found in self.records.values() for r in found.values() if r.storage.nbytes()])
+            device.observe(r.storage for found in self.records.values() for r in found.values())
             try:
                 self._move(moving, self.records, report, release_cache)
             except BaseException as error:
