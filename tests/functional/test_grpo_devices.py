@@ -14,6 +14,7 @@ from nemo_offload_rl.runs.loading import load_grpo_config
 
 ONE_PROCESS = "tests/support/one_process_grpo.py"
 STEPS = 8
+FEW_STEPS = 5
 NUM_SAMPLES = 12
 OWN_DEVICES = (
     "policy.generation.colocated.enabled=false",
@@ -126,7 +127,7 @@ def metrics_of(model_folder, tmp_path_factory, run_grpo, read_metrics):
 @pytest.fixture(scope="module")
 def undisturbed(metrics_of):
     """Metrics of a run in which policy and engine share the device and nothing happens, by step."""
-    return metrics_of(script=ONE_PROCESS)
+    return metrics_of(f"grpo.max_num_steps={FEW_STEPS}", script=ONE_PROCESS)
 
 
 def same(steps: dict[int, dict[str, float]], numbers: range) -> list[dict[str, float]]:
@@ -137,7 +138,7 @@ def same(steps: dict[int, dict[str, float]], numbers: range) -> list[dict[str, f
 def test_a_shared_engine_that_dies_is_started_again_changes_no_number_and_ends_the_run_once_no_restart_is_left(
     undisturbed, start_grpo, joined, read_metrics, tmp_path
 ):
-    options = (*short_run(tmp_path / "run"), "policy.generation.vllm_cfg.max_restarts=2")
+    options = (*short_run(tmp_path / "run"), "policy.generation.vllm_cfg.max_restarts=2")  # dies in the fifth step
     run = start_grpo(*options, env=joined(), script="tests/support/dying_engine.py")
     status, last_line, alive = run.wait(400)
     assert (status, alive) == (2, [])
@@ -167,7 +168,7 @@ def test_an_engine_on_a_device_of_its_own_gives_the_same_numbers_and_is_started_
     run.wait_for_step(2)
     engine = run.engine()
     engine.kill()
-    run.wait_for_step(STEPS)
+    run.wait_for_step(FEW_STEPS)
     worker = run.policy()
     worker.kill()
     status, last_line, alive = run.wait(300)
@@ -176,11 +177,11 @@ def test_an_engine_on_a_device_of_its_own_gives_the_same_numbers_and_is_started_
     assert f"process {worker.pid}" in last_line
     (warning,) = [line for line in run.script.stderr.read_text().splitlines() if "starting the engine again" in line]
     assert re.search(rf"vllm worker 0 died during \w+: process {engine.pid}: .*, restarts left: 1$", warning)
-    apart, steps = read_metrics(tmp_path / "run"), range(1, STEPS + 1)
+    apart, steps = read_metrics(tmp_path / "run"), range(1, FEW_STEPS + 1)
     assert same(apart, steps) == same(undisturbed, steps)
     # Nothing is offloaded where engines have devices of their own.
     assert all(apart[step]["residency/bytes_freed"] == 0 for step in steps)
-    assert undisturbed[STEPS]["residency/bytes_freed"] > 0
+    assert undisturbed[FEW_STEPS]["residency/bytes_freed"] > 0
 
 
 def test_the_engine_falls_asleep_and_the_policy_comes_back_beside_the_scoring(run_grpo, model_folder, tmp_path):
@@ -190,9 +191,11 @@ def test_the_engine_falls_asleep_and_the_policy_comes_back_beside_the_scoring(ru
 
 
 def test_an_engine_that_never_sleeps_gives_the_same_numbers_and_nothing_leaves_for_it(undisturbed, metrics_of):
-    awake = metrics_of("policy.generation.vllm_cfg.enable_sleep_mode=false", script=ONE_PROCESS)
-    assert same(awake, range(1, STEPS + 1)) == same(undisturbed, range(1, STEPS + 1))
-    for step in range(1, STEPS + 1):
+    steps = range(1, FEW_STEPS + 1)
+    options = ("policy.generation.vllm_cfg.enable_sleep_mode=false", f"grpo.max_num_steps={FEW_STEPS}")
+    awake = metrics_of(*options, script=ONE_PROCESS)
+    assert same(awake, steps) == same(undisturbed, steps)
+    for step in steps:
         # The reference comes in the place of the parameters, and they come back.
         assert awake[step]["residency/bytes_freed"] == 0
         assert 0 < awake[step]["residency/bytes_in"] < undisturbed[step]["residency/bytes_in"]

@@ -37,8 +37,8 @@ def test_a_run_killed_while_it_saves_in_the_background_goes_on_when_it_is_starte
     psutil.wait_procs(run.children, timeout=300)
 
     complete = [int(path.name[5:]) for path in (tmp_path / "checkpoints").iterdir() if path.name[5:].isdigit()]
-    # The save after step 2 was finished by the one after step 3 at the latest.
-    assert complete and max(complete) in (2, 3)
+    # The save after step 2 was finished by the one after step 3 at the latest; more may have come before the kill.
+    assert complete and max(complete) >= 2
     last_step = max(complete) + EXTRA_STEPS
     done = run_in_one_process(*overrides, f"grpo.max_num_steps={last_step}")
     assert done.status == 0, done.stderr

@@ -65,7 +65,7 @@ def test_a_checkpoint_has_adapters_and_their_optimizer_only_and_a_run_goes_on_fr
         return lora_worker(folder, backend, lora={"dropout": 0.2}, **changes)
 
     with make() as worker:
-        uninterrupted = train_steps(worker, 1, 8)
+        uninterrupted = train_steps(worker, 1, 4)
         num_adapters = len(adapters_of(worker))
     goes_on_bitwise(make, tmp_path, uninterrupted, in_background=True)
     metadata = FileSystemReader(tmp_path / "saved").read_metadata().state_dict_metadata

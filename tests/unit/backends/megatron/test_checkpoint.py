@@ -31,10 +31,10 @@ from nemo_offload_rl.backends.saving.flat_range import FlatRange
 from nemo_offload_rl.policy.worker import PolicyWorker
 from nemo_offload_rl.protocols.backend import ProcessInfo
 
-NUM_STEPS = 8
+NUM_STEPS = 4
 BFLOAT16 = {"precision": "bfloat16", "bf16": True, "pipeline_dtype": "bfloat16"}
 FLOAT16 = {"precision": "float16", "fp16": True, "pipeline_dtype": "float16"}
-COMMON = {"clip_grad": 0.5, "lr_warmup_iters": 6}
+COMMON = {"clip_grad": 0.5, "lr_warmup_iters": 3}
 SETTINGS = {
     "everything moves": {},
     "states stream in parts": {"offload_optimizer_states": True, "offload_optimizer_states_chunk_mib": 0.25},
@@ -68,7 +68,7 @@ def uninterrupted(folder):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_four_steps_a_resume_and_four_more_are_eight_steps_bit_by_bit(folder, tmp_path, uninterrupted, name):
+def test_two_steps_a_resume_and_two_more_are_four_steps_bit_by_bit(folder, tmp_path, uninterrupted, name):
     changes = {**BFLOAT16, **SETTINGS[name]}
     goes_on_bitwise(lambda: make_worker(folder, **changes), tmp_path, uninterrupted, in_background=True)
 
