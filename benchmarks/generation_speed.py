@@ -84,13 +84,13 @@ def main() -> None:
     if arguments.one:
         print(json.dumps(measure(VARIANTS[arguments.one], arguments.model, *sizes)))
         return
-    from nemo_offload_rl.generation.vllm.env import vllm_cuda_env
+    from nemo_offload_rl.generation.vllm.engine_args import vllm_env
 
     results: dict[str, Any] = {**measured_with(), "variants": {}}
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), arguments.shape, "cuda", ties_embeddings=True)
         for name in arguments.variants:
-            env = {**os.environ, **vllm_cuda_env(), **VARIANTS[name].get("env", {})}
+            env = {**os.environ, **vllm_env("cuda"), **VARIANTS[name].get("env", {})}
             command = [sys.executable, __file__, "--one", name, "--model", folder]
             for option, value in zip(("--prompts", "--group", "--tokens", "--calls"), sizes, strict=True):
                 command += [option, str(value)]

@@ -11,7 +11,7 @@ from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster
 from nemo_offload_rl.distributed.worker_group import RayWorkerGroup, WorkerSpec
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.generation.served_rollouts import ServedCall
-from nemo_offload_rl.generation.vllm.env import vllm_env
+from nemo_offload_rl.generation.vllm.engine_args import vllm_env
 from nemo_offload_rl.keys.engine import VllmSettings
 from nemo_offload_rl.keys.generation import SamplingSettings
 from nemo_offload_rl.protocols.engine import Completion

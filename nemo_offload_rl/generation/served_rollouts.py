@@ -1,9 +1,8 @@
-"""Conversations that an agent holds over HTTP, kept as the tokens that they were.
+"""Keeps the tokens of conversations that an agent holds over HTTP.
 
-A client sends messages, which are text. Where they begin with what an earlier call of the same rollout was asked and
-answered, the prompt begins with that call's tokens, prompt and response, and only what stands after them is tokenized:
-what the policy said is never tokenized again, also where its text has other tokens too, or the client has left out its
-reasoning.
+A client sends messages, which are text. If they begin with the messages and the reply of an earlier call of the same
+rollout, the prompt begins with the tokens of that call's prompt and response, and only what follows is tokenized. The
+policy's own text is thus never tokenized again, which could give other tokens, even if the client left out reasoning.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ type AfterResponse = Callable[
 
 @dataclass(frozen=True, kw_only=True)
 class ServedCall:
-    """One call that was answered.
+    """One answered call.
 
     Attributes:
-        prompt_token_ids: What the engine was asked.
-        completion: What it answered.
-        parent: Number of the call whose prompt and completion this prompt begins with; None for a new conversation.
-        weight_version: Of the weights that answered.
+        prompt_token_ids: Tokens of the prompt.
+        completion: The engine's answer.
+        parent: Number of the call with whose prompt and completion this prompt begins; None for a new conversation.
+        weight_version: Version of the weights that answered.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -44,7 +43,7 @@ class ServedCall:
 
 @dataclass(frozen=True, kw_only=True)
 class ServedPrompt:
-    """A prompt of a call, and the call that it goes on from, if any."""
+    """Prompt of a call, and the number of the call that it continues."""
 
     token_ids: tuple[int, ...]
     parent: int | None
@@ -52,7 +51,7 @@ class ServedPrompt:
 
 @dataclass(frozen=True)
 class _Said:
-    """What a call was asked and has answered, as clients repeat it."""
+    """Messages and reply of a call in the form in which they are compared."""
 
     messages: tuple[Any, ...]
     reply: Any
@@ -60,11 +59,7 @@ class _Said:
 
 
 class ServedRollout:
-    """The calls of one rollout.
-
-    Args:
-        sampling: How all of its tokens are drawn.
-    """
+    """The calls of one rollout; `sampling` is that of all its tokens."""
 
     def __init__(self, sampling: SamplingSettings) -> None:
         self.sampling = sampling
@@ -78,10 +73,10 @@ class ServedRollout:
         """The prompt for these messages.
 
         Args:
-            messages: All that the client sent.
-            variables: Of the chat template, as `tools`: a conversation goes on with the same only.
-            rendered: The messages as the chat template has them, for a new conversation.
-            after: How messages after a response become tokens.
+            messages: All messages of the client.
+            variables: Variables of the chat template, such as `tools`; a conversation continues with the same only.
+            rendered: Tokens of the messages by the chat template, for a new conversation.
+            after: Turns messages after a response into tokens.
 
         Raises:
             DataError: As `TurnEncoder.after`.
@@ -101,7 +96,7 @@ class ServedRollout:
         return ServedPrompt(token_ids=(*call.prompt_token_ids, *response, *between), parent=parent)
 
     def seed(self, prompt: ServedPrompt) -> int | None:
-        """Seed of a call: it depends on the rollout's, the prompt, and how often that was asked before."""
+        """Seed of a call, from the rollout's seed, the prompt and the number of earlier calls with that prompt."""
         if self.sampling.seed is None:
             return None
         number = self._num_asked[prompt.token_ids]
@@ -117,7 +112,7 @@ class ServedRollout:
         reply: Message,
         weight_version: int,
     ) -> None:
-        """Keep a call that was answered with the message `reply`."""
+        """Add a call that was answered with the message `reply`."""
         self._said.append(_Said(tuple(map(_key, messages)), _key(reply), _written(variables)))
         self.calls.append(
             ServedCall(
@@ -130,16 +125,16 @@ class ServedRollout:
 
 
 def call_seed(seed: int, prompt: Sequence[int], number: int) -> int:
-    """A seed from that of the rollout for the call `number`, from 0, with the same prompt."""
+    """Seed of call `number`, from 0, with this prompt, in a rollout with this seed."""
     told = f"{seed}:{number}:{','.join(map(str, prompt))}"
     return int.from_bytes(hashlib.blake2b(told.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def conversations(calls: Sequence[ServedCall]) -> list[list[tuple[ServedCall, bool]]]:
-    """The conversations of a rollout, each as its calls in order: first that with the most sampled tokens.
+    """Conversations of a rollout, each with its calls in order. The one with the most sampled tokens is the first.
 
-    Conversations that begin alike have calls in common; the flag of a call is True in the first that has it. The
-    others come in the order of their last calls, those of which nothing was sampled left out.
+    Conversations may share their first calls; the flag of a call is True in the first conversation that has it. The
+    other conversations are in the order of their last calls; those without own sampled tokens are left out.
     """
     goes_on = {call.parent for call in calls}
     found: list[list[int]] = []
@@ -163,14 +158,14 @@ def conversations(calls: Sequence[ServedCall]) -> list[list[tuple[ServedCall, bo
 
 
 def _key(message: Message) -> Any:
-    """What a message says, whatever way a client writes it: its role, text, and calls of tools."""
+    """Role, text and tool calls of a message, the same however a client writes it."""
     text, role = _text(message.get("content")), message["role"]
     calls = tuple(_call(call) for call in message.get("tool_calls") or ())
     return role, text.strip() if role == "assistant" else text, calls
 
 
 def _text(content: Any) -> str:
-    """Text that comes as such, or in parts; what is no text is written out."""
+    """Text of a content that is text or a list of parts; other parts as JSON."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
@@ -178,7 +173,7 @@ def _text(content: Any) -> str:
 
 
 def _call(call: Any) -> tuple[str, str]:
-    """Name and arguments; those are JSON that may be written in several ways."""
+    """Name and arguments of a tool call; the arguments as JSON in one form."""
     function = call["function"]
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):

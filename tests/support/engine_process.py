@@ -179,9 +179,9 @@ def engine_here(settings: VllmSettings) -> Any:
 
 
 def _serve(pipe: Connection, settings: VllmSettings) -> None:
-    from nemo_offload_rl.generation.vllm.env import vllm_cpu_env
+    from nemo_offload_rl.generation.vllm.engine_args import vllm_env
 
-    os.environ.update(vllm_cpu_env())
+    os.environ.update(vllm_env("cpu"))
     torch._dynamo.config.disable = True  # what TORCHDYNAMO_DISABLE does where torch is not imported yet
     torch.set_num_threads(1)
     try:

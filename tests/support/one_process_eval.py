@@ -15,7 +15,7 @@ import torch
 import torch._dynamo
 from one_process_grpo import LocalEngine
 
-from nemo_offload_rl.generation.vllm.env import vllm_env
+from nemo_offload_rl.generation.vllm.engine_args import vllm_env
 from nemo_offload_rl.keys.run_configs import EvalConfig
 from nemo_offload_rl.runs import evaluation
 from nemo_offload_rl.utils.cli import run_main

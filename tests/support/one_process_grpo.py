@@ -20,7 +20,7 @@ from engine_process import engine_here
 
 from nemo_offload_rl.distributed.generation_engine import RayGenerationEngine
 from nemo_offload_rl.distributed.local import LocalWorkerGroup, start_local_policy
-from nemo_offload_rl.generation.vllm.env import vllm_env
+from nemo_offload_rl.generation.vllm.engine_args import vllm_env
 from nemo_offload_rl.keys.engine import VllmSettings
 from nemo_offload_rl.keys.run_configs import RolloutConfig
 from nemo_offload_rl.keys.worker import TeacherSettings

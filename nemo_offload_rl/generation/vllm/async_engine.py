@@ -1,6 +1,6 @@
 """vLLM's `AsyncLLM` behind the same interface, for rollouts that ask for one response at a time.
 
-`AsyncLLM` lives on an event loop in a thread of its own, so that callers may be synchronous, in threads, or coroutines
+`AsyncLLM` runs on an event loop in a thread of its own, so that callers may be synchronous, in threads, or coroutines
 of any other loop. Its engine core is always another process.
 """
 
@@ -10,19 +10,18 @@ import asyncio
 import itertools
 import threading
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nemo_offload_rl.generation.served_rollouts import ServedCall
 from nemo_offload_rl.generation.vllm.base import VllmEngineBase, start_error
 from nemo_offload_rl.generation.vllm.engine_args import engine_args
 from nemo_offload_rl.generation.vllm.requests import (
+    ServedWeights,
     cache_salt,
     check_prompts,
     completion_from_output,
     sampling_params,
 )
-from nemo_offload_rl.generation.vllm.served_weights import ServedWeights
 from nemo_offload_rl.keys.engine import VllmSettings
 from nemo_offload_rl.keys.generation import SamplingSettings
 from nemo_offload_rl.protocols.engine import Completion
@@ -41,7 +40,7 @@ class AsyncVllmEngine(VllmEngineBase):
     """A `GenerationEngine` that also serves single prompts concurrently.
 
     Args:
-        settings: The engine, as for `VllmEngine`.
+        settings: As for `VllmEngine`.
 
     Raises:
         ConfigError: The model folder is missing, or the KV cache cannot hold one sequence of `max_model_len`.
@@ -50,20 +49,25 @@ class AsyncVllmEngine(VllmEngineBase):
     def __init__(self, settings: VllmSettings) -> None:
         from vllm import AsyncEngineArgs
         from vllm.platforms import current_platform
+        from vllm.v1.engine.async_llm import AsyncLLM
 
         arguments = engine_args(settings, device_type=current_platform.device_type)
         can_sleep = arguments.get("enable_sleep_mode", False)
         super().__init__(settings, can_sleep, arguments["load_format"] != "dummy")
         self._request_ids = itertools.count()
         self._served = ServedWeights()
-        self._pausing = threading.Condition()  # of `_pause` and of what calls find of the engine's state
-        self._pause: _Pause | None = None
+        self._pausing = threading.Condition()  # guards `_recomputes`, and the state that calls check
+        self._recomputes: bool | None = None  # while paused: whether KV caches are computed again
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-async", daemon=True)
         self._thread.start()
         self._llm: AsyncLLM | None = None
+
+        async def start() -> AsyncLLM:
+            return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+
         try:
-            self._llm = self._wait(_start(AsyncEngineArgs(**arguments)))
+            self._llm = self._wait(start())
         except ValueError as error:
             raise start_error(error, settings) from error
         finally:
@@ -81,7 +85,7 @@ class AsyncVllmEngine(VllmEngineBase):
     async def generate_async(
         self, prompt: Sequence[int], sampling: SamplingSettings, num_samples: int = 1
     ) -> list[Completion]:
-        """Completions of one prompt; calls may overlap, and cancelling one aborts its request.
+        """Completions of one prompt. Calls may overlap; cancelling one aborts its request.
 
         Raises:
             DataError: The prompt is empty or leaves no room for a token.
@@ -96,7 +100,7 @@ class AsyncVllmEngine(VllmEngineBase):
     def pause_generation(self, recompute_kv_cache: bool) -> None:
         """See `PausingEngine`."""
         with self._pausing:
-            self._pause = _Pause(recompute_kv_cache)
+            self._recomputes = recompute_kv_cache
 
         async def hold() -> None:
             self._served.runs.clear()
@@ -113,49 +117,49 @@ class AsyncVllmEngine(VllmEngineBase):
 
         self._wait(go_on())
         with self._pausing:
-            self._pause = None
+            self._recomputes = None
             self._pausing.notify_all()
 
     def check_ready(self) -> None:
         """See `VllmEngineBase`; waits while the engine is paused."""
         with self._pausing:
-            self._pausing.wait_for(lambda: self._pause is None)
+            self._pausing.wait_for(lambda: self._recomputes is None)
             super().check_ready()
 
     def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
-        """See `GenerationEngine`; an endpoint answers once the engine is awake with its weights."""
+        """See `GenerationEngine`; the HTTP server answers once the engine is awake with valid weights."""
         super().prepare_for_generation(tags)
         self._open_gate()
 
     def finish_generation(self, discard_weights: bool) -> None:
-        """See `GenerationEngine`; an endpoint aborts what it answers, and refuses until the engine is awake again."""
+        """See `GenerationEngine`; the HTTP server aborts open requests, and refuses until the engine is ready again."""
         self._close_gate()
         super().finish_generation(discard_weights)
 
     def load_bucket(self, bucket: WeightBucket) -> None:
-        """See `GenerationEngine`; an endpoint refuses until the refit has finished, unless the engine is paused."""
-        if self._pause is None:
+        """See `GenerationEngine`; the HTTP server refuses until the refit has finished, unless the engine is paused."""
+        if self._recomputes is None:
             self._close_gate()
         super().load_bucket(bucket)
 
     def finish_refit(self) -> None:
-        """See `GenerationEngine`; the weights have the next version."""
+        """See `GenerationEngine`; raises the version of the weights by one."""
         super().finish_refit()
         self._served.version += 1
         self._open_gate()
 
     def endpoint_url(self) -> str:
-        """Where the HTTP server is reached, without a path."""
+        """URL of the HTTP server, without a path."""
         return self._endpoint.url
 
     def open_rollouts(self, rollouts: Mapping[str, SamplingSettings]) -> None:
-        """Have the HTTP server take calls of rollouts, by their names."""
+        """Let the HTTP server answer calls of these rollouts, given by name."""
         self._wait(self._endpoint.open_rollouts(rollouts))
 
     def take_rollouts(self, names: Iterable[str]) -> dict[str, list[ServedCall]]:
-        """The calls that rollouts have made, which can make none from now on.
+        """Close rollouts and return their calls.
 
-        Also asks vLLM's workers for an answer: an engine that hangs lets agents time out, and is found here.
+        Also waits for an answer of vLLM's workers: an engine that hangs makes agents time out, and is found here.
         """
         self._rpc("answer", ())
         return self._wait(self._endpoint.take_rollouts(names))
@@ -240,19 +244,7 @@ class AsyncVllmEngine(VllmEngineBase):
         return self._wait(self._engine.collective_rpc(method, args=args))
 
     def _reset_prefix_cache(self) -> bool:
-        recomputes = self._pause is not None and self._pause.recompute_kv_cache
-        if self._pause is not None and not recomputes and self._engine.output_processor.has_unfinished_requests():
-            # These go on with the blocks that they have. No later request reads such a block: its salt is another.
+        if self._recomputes is False and self._engine.output_processor.has_unfinished_requests():
+            # These keep their blocks. Later requests do not read them, because their salt differs.
             return True
-        return self._wait(self._engine.reset_prefix_cache(reset_running_requests=recomputes))
-
-
-@dataclass(frozen=True)
-class _Pause:
-    recompute_kv_cache: bool
-
-
-async def _start(arguments: Any) -> AsyncLLM:
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    return AsyncLLM.from_engine_args(arguments)
+        return self._wait(self._engine.reset_prefix_cache(reset_running_requests=self._recomputes is True))

@@ -1,8 +1,8 @@
-"""What vLLM's synchronous and asynchronous engines have in common: state, checks and refits.
+"""Base class of vLLM's synchronous and asynchronous engines: state, checks and refits.
 
-State, all of it explicit: `_awake` holds which of vLLM's two kinds of memory are resident, `_weights_valid` whether the
-weights are those of a finished refit (or of a checkpoint). A CPU engine cannot sleep, so there the calls only keep the
-state, and misuse (generating while asleep, or after weights were discarded) fails on CPU as it would on a GPU.
+`_awake` has those of vLLM's two kinds of memory that are resident, `_weights_valid` tells whether the weights are those
+of a finished refit or of a checkpoint. A CPU engine cannot sleep. There the calls only change this state, so that
+misuse (generating while asleep, or after weights were discarded) fails as it would on a GPU.
 """
 
 from __future__ import annotations
@@ -15,24 +15,23 @@ from typing import Any
 
 from nemo_offload_rl.errors import ConfigError, DeviceMemoryError, WorkerDiedError, first_line
 from nemo_offload_rl.generation.vllm.requests import check_prompts
-from nemo_offload_rl.generation.vllm.wire import bucket_to_wire
+from nemo_offload_rl.generation.vllm.worker_extension import bucket_to_wire
 from nemo_offload_rl.keys.engine import VllmSettings
 from nemo_offload_rl.keys.generation import SamplingSettings
 from nemo_offload_rl.protocols.engine import Completion
 from nemo_offload_rl.protocols.refit import RefitError, RefitGroupAddress, WeightBucket, listed
 
 ALL_TAGS: tuple[str, ...] = ("weights", "kv_cache")
-# A policy worker's last copies to the host end within seconds.
-HAND_OVER_TIMEOUT_S = 30.0
+HAND_OVER_TIMEOUT_S = 30.0  # a policy worker's last copies to the host take seconds
 
 
 class VllmEngineBase(ABC):
     """Implements `GenerationEngine` on six primitives of one vLLM engine.
 
     Args:
-        settings: The engine.
-        can_sleep: Whether vLLM's sleep mode is on.
-        weights_valid: Whether the engine started with real weights.
+        settings: The engine's settings.
+        can_sleep: vLLM's sleep mode is on.
+        weights_valid: The engine starts with real weights.
     """
 
     def __init__(self, settings: VllmSettings, can_sleep: bool, weights_valid: bool) -> None:
@@ -45,9 +44,9 @@ class VllmEngineBase(ABC):
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingSettings, num_samples: int = 1
     ) -> list[list[Completion]]:
-        """See `GenerationEngine`. With `sampling.seed`, sample j of prompt i draws from seed + i * num_samples + j.
+        """See `GenerationEngine`. With `sampling.seed`, sample j of prompt i uses seed + i * num_samples + j.
 
-        Without `per_request_seeds` the seed is left aside: all samples draw from the engine's own generator.
+        Without `per_request_seeds` the seed is ignored, and all samples use the engine's own generator.
 
         Raises:
             DataError: A prompt is empty or leaves no room for a token.
@@ -58,18 +57,18 @@ class VllmEngineBase(ABC):
         return self._generate(prompts, self.effective(sampling), num_samples) if prompts else []
 
     def effective(self, sampling: SamplingSettings) -> SamplingSettings:
-        """The sampling that the engine is asked for."""
+        """The sampling with which the engine is called."""
         return sampling if self._settings.per_request_seeds else replace(sampling, seed=None)
 
     def name_processes(self, names: Mapping[int, str]) -> None:
-        """Who is who among the processes that share the device, for messages."""
+        """Set names, by process id, of the processes that share the device, for messages."""
         self._process_names = dict(names)
 
     def wait_for_room(self, tags: Sequence[str], beside_bytes: int = 0) -> bool:
         """See `GenerationEngine`.
 
         Raises:
-            DeviceMemoryError: Others did not give the device's memory back in time; the message says who holds what.
+            DeviceMemoryError: Other processes did not release memory in time; the message says which hold how much.
         """
         asleep = self._asleep(tags)
         if not (asleep and self._can_sleep):
@@ -88,7 +87,7 @@ class VllmEngineBase(ABC):
         self._wake(ALL_TAGS if tags is None else tuple(tags))
 
     def _wake(self, wanted: Sequence[str]) -> None:
-        """Wake what sleeps of `wanted`."""
+        """Wake those of these kinds of memory that sleep."""
         self.wait_for_room(wanted)
         asleep = self._asleep(wanted)
         if asleep and self._can_sleep:
@@ -96,7 +95,7 @@ class VllmEngineBase(ABC):
         self._awake.update(asleep)
 
     def _asleep(self, wanted: Sequence[str]) -> list[str]:
-        """What sleeps of `wanted`."""
+        """Those of these kinds of memory that sleep."""
         unknown = set(wanted) - set(ALL_TAGS)
         if unknown:
             raise ValueError(f"vLLM has no memory tagged {sorted(unknown)}; the tags are {list(ALL_TAGS)}")
@@ -106,7 +105,7 @@ class VllmEngineBase(ABC):
         """See `GenerationEngine`. The KV cache is dropped in both cases."""
         if not self._awake:
             return
-        # vLLM cannot put half an engine to sleep: it would unmap a second time what sleeps already.
+        # vLLM cannot put half an engine to sleep: it would unmap the sleeping half a second time.
         self._wake(ALL_TAGS)
         if self._can_sleep:
             self._sleep(2 if discard_weights else 1)
@@ -129,7 +128,7 @@ class VllmEngineBase(ABC):
         """See `GenerationEngine`.
 
         Raises:
-            RefitError: Weights never came, or came and were not used; the message names them.
+            RefitError: Weights did not come or were not used; the message names them.
         """
         answers = self._rpc("refit_finish", ())
         _raise_first([answer for answer in answers if isinstance(answer, str)], RefitError)
@@ -139,21 +138,21 @@ class VllmEngineBase(ABC):
         self._weights_valid = True
 
     def join_refit_group(self, address: RefitGroupAddress, first_rank: int) -> None:
-        """Join the communicator of refits between different devices; its other ranks do so at the same time.
+        """Join the communicator of refits between different devices, together with its other ranks.
 
         Args:
-            address: Where they meet.
-            first_rank: Of this engine's workers.
+            address: Where the ranks meet.
+            first_rank: Rank of this engine's first worker.
         """
         self._rpc("refit_join_group", (address.host, address.port, address.world_size, first_rank))
 
     @property
     def is_ready(self) -> bool:
-        """Whether the engine is awake with the weights of a finished refit."""
+        """Whether the engine is awake with valid weights."""
         return self._weights_valid and self._awake.issuperset(ALL_TAGS)
 
     def check_ready(self) -> None:
-        """Raise `RuntimeError` when a response could not come from the policy's weights."""
+        """Raise `RuntimeError` unless responses would come from the policy's weights."""
         if not self._weights_valid:
             raise RuntimeError("generate was called before a refit had brought the weights")
         asleep = [tag for tag in ALL_TAGS if tag not in self._awake]
@@ -162,10 +161,10 @@ class VllmEngineBase(ABC):
 
     @contextmanager
     def deaths_told(self) -> Iterator[None]:
-        """For calls of vLLM that need processes of its own: its engine core, or the workers of several GPUs.
+        """Turn vLLM's errors about the end of its processes (engine core, workers of several GPUs) into ours.
 
         Raises:
-            WorkerDiedError: One of them has ended; vLLM says so by errors of other kinds.
+            WorkerDiedError: One of the processes has ended.
         """
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -179,7 +178,7 @@ class VllmEngineBase(ABC):
             raise WorkerDiedError(f"a worker process of vLLM has ended: {first_line(error)}") from error
 
     def _workers_have_failed(self) -> bool:
-        """Whether a worker process of an engine that lives in this process has ended."""
+        """Whether a worker process has ended, for an engine whose core is in this process."""
         return False
 
     @abstractmethod
@@ -205,7 +204,7 @@ class VllmEngineBase(ABC):
 
 
 def start_error(error: ValueError, settings: VllmSettings) -> Exception:
-    """A `ConfigError` where the user's numbers are the reason, else the error itself."""
+    """A `ConfigError` if the user's settings are the reason, else the error itself."""
     text = " ".join(str(error).split())
     if "kv cache" in text.lower():
         return ConfigError(
@@ -224,10 +223,10 @@ def _raise_first(messages: Sequence[str | None], kind: type[Exception]) -> None:
 
 
 def _check_all_was_read(partly_read: Sequence[Mapping[str, Sequence[int]]]) -> None:
-    """Every tensor was read as a whole, by one worker or by all together: vLLM ignores what it does not know.
+    """Check that all workers together read every tensor whole, since vLLM ignores tensors that it does not know.
 
     Args:
-        partly_read: For each worker, by name, the elements that it read and those of the tensor, where it read less.
+        partly_read: Of each worker, by name of the tensors that it read in part: elements read, and all of them.
 
     Raises:
         RefitError: The engine's model is another one.
@@ -240,5 +239,5 @@ def _check_all_was_read(partly_read: Sequence[Mapping[str, Sequence[int]]]) -> N
     if unread:
         raise RefitError(
             f"The engine used nothing, or only a part, of {listed(unread)}: its model has no weights of that name and "
-            "size. vLLM builds this model in another way than the policy; choose one that both build alike."
+            "size, because vLLM builds this model in another way; choose a model that both build alike."
         )

@@ -1,6 +1,6 @@
-"""vLLM's own chat completions, with the tokens of rollouts kept.
+"""vLLM's chat completions, extended to keep the tokens of rollouts.
 
-Three of its methods are extended: a request's sampling becomes the run's, its prompt begins with the tokens of the call
+Three methods are extended: a request's sampling becomes the run's, its prompt begins with the tokens of the call
 before, and the engine's output is kept.
 """
 
@@ -25,8 +25,7 @@ from nemo_offload_rl.generation.served_rollouts import ServedPrompt, ServedRollo
 from nemo_offload_rl.generation.vllm.requests import completion_from_output, sampling_params
 from nemo_offload_rl.keys.generation import SamplingSettings
 
-# What would have tokens drawn from another distribution than the policy's, or would change what is asked; and the
-# values that do neither.
+# Parameters that would sample from another distribution than the policy's or change the prompt, and values that do not.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (None, 1),
     "use_beam_search": (False,),
@@ -59,15 +58,15 @@ class Call:
     """One request of a rollout on its way through vLLM's methods.
 
     Args:
-        rollout: Whose it is.
-        request: What the client asked; its limit of tokens is taken out, and kept here.
-        uses_seeds: Whether calls have seeds of their own.
+        rollout: Its rollout.
+        request: The client's request; its limit of tokens is moved from it to here.
+        uses_seeds: Calls have seeds of their own.
     """
 
     def __init__(self, rollout: ServedRollout, request: ChatCompletionRequest, *, uses_seeds: bool) -> None:
         self.rollout = rollout
         asked = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
-        # vLLM refuses prompts that leave no room for as many; here a response ends where the room does.
+        # vLLM refuses prompts without room for as many tokens; here the response is cut off instead.
         request.max_tokens = request.max_completion_tokens = None
         limit = rollout.sampling.max_new_tokens
         self._max_tokens = limit if asked is None else min(asked, limit)
@@ -78,13 +77,13 @@ class Call:
         self.output: RequestOutput | None = None
 
     def prompt(self, messages: Sequence[Any], rendered: Sequence[int], turns: TurnEncoder) -> tuple[int, ...]:
-        """Token ids of the prompt, see `ServedRollout.prompt`."""
+        """Token ids of the prompt; see `ServedRollout.prompt`."""
         self._messages = list(messages)
         self._prompt = self.rollout.prompt(self._messages, self._variables, rendered, turns.after)
         return self._prompt.token_ids
 
     def sampling_params(self, request: ChatCompletionRequest, max_tokens: int) -> SamplingParams:
-        """Those of the direct path, with what a client may add: earlier ends, and more logprobs to look at."""
+        """The run's parameters, with what a client may add: earlier ends, and logprobs of more tokens."""
         assert self._prompt is not None
         sampling = self.rollout.sampling
         stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
@@ -103,7 +102,7 @@ class Call:
         return params
 
     def keep(self, response: ChatCompletionResponse, weight_version: int) -> None:
-        """Add the call to the rollout, once it is answered."""
+        """Add the answered call to the rollout."""
         assert self.output is not None and self._prompt is not None
         completion = completion_from_output(self.output.outputs[0])
         reply = response.choices[0].message.model_dump()
@@ -111,12 +110,12 @@ class Call:
 
 
 class ChatRequest(ChatCompletionRequest):
-    """A request that may be a rollout's."""
+    """A request that may belong to a rollout."""
 
     _call: Call | None = PrivateAttr(default=None)
 
     def to_sampling_params(self, max_tokens: int, default_sampling_params: dict[str, Any]) -> SamplingParams:
-        """Of a rollout the rollout's."""
+        """The rollout's parameters if it belongs to one."""
         if self._call is None:
             return super().to_sampling_params(max_tokens, default_sampling_params)
         return self._call.sampling_params(self, max_tokens)
@@ -126,20 +125,20 @@ class RecordedChat(OpenAIServingChat):
     """vLLM's server of chat completions.
 
     Args:
-        turns: How messages after a response become tokens.
+        turns: Turns messages after a response into tokens.
         adds_bos: Prompts begin with the begin token.
-        arguments: Of `OpenAIServingChat`.
+        arguments: Arguments of `OpenAIServingChat`.
     """
 
     def __init__(self, *, turns: TurnEncoder, adds_bos: bool, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._turns = turns
         self._adds_bos = adds_bos
-        # A model folder's own defaults are not those of a run.
+        # Not the defaults of the model folder.
         self.default_sampling_params = {}
 
     async def render_chat_request(self, request: Any) -> tuple[list[Any], list[Any]] | ErrorResponse:
-        """Messages and prompt; of a rollout with the tokens of the call before."""
+        """Messages and prompt, which in a rollout begins with the tokens of the call before."""
         rendered = await super().render_chat_request(request)
         if isinstance(rendered, ErrorResponse) or request._call is None:
             return rendered
@@ -162,14 +161,14 @@ class RecordedChat(OpenAIServingChat):
     async def chat_completion_full_generator(
         self, request: Any, result_generator: AsyncIterator[RequestOutput], *args: Any, **kwargs: Any
     ) -> ErrorResponse | ChatCompletionResponse:
-        """The response; of a rollout the engine's output is kept."""
+        """The response; keeps the engine's output for a rollout."""
         if request._call is not None:
             result_generator = _seen(request._call, result_generator)
         return await super().chat_completion_full_generator(request, result_generator, *args, **kwargs)
 
 
 def request_problem(request: ChatCompletionRequest, sampling: SamplingSettings) -> str | None:
-    """Why a rollout cannot ask for that: its tokens would be drawn in another way than the run says."""
+    """Why a rollout cannot send this request, whose tokens would be sampled in another way than the run's; or None."""
     ours = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or 0}
     for name, value in ours.items():
         given = getattr(request, name)
@@ -181,7 +180,7 @@ def request_problem(request: ChatCompletionRequest, sampling: SamplingSettings) 
                 f"policy's; leave {name} out, or change policy.generation"
             )
     if request.response_format is not None and request.response_format.type != "text":
-        return "response_format changes what the policy can say, which training would not know; leave it out"
+        return "response_format changes the distribution of tokens, which training would not know; leave it out"
     for name, neutral in _NEUTRAL.items():
         given = getattr(request, name)
         if not any(given == value for value in neutral):

@@ -19,20 +19,19 @@ _attention, _rotate = _custom_ops.cpu_attention_with_kv_cache, RotaryEmbedding.f
 class RefitCpuWorker(CPUWorker):
     """Keeps weights as plain parameters.
 
-    By default vLLM packs linear weights for oneDNN after loading and leaves `layer.weight` empty, so that
-    `load_weights` fails for linear layers and is silently without effect for the output head; experts it packs in
-    place, for what the CPU has (vLLM 0.25.1). Without either it uses `F.linear` on the parameters, at the same speed
-    for the sizes that run on a CPU.
+    By default vLLM 0.25.1 packs linear weights for oneDNN after loading and leaves `layer.weight` empty, so that
+    `load_weights` fails for linear layers and has no effect, without an error, on the output head. It packs experts in
+    place. Without either it uses `F.linear` on the parameters, at the same speed for sizes that run on a CPU.
 
-    Attention sinks (gpt-oss) may be of any type, where vLLM's kernel takes bfloat16 alone: it gets them rounded. Rotary
-    embeddings reach every head of queries that come as [tokens, heads, size] (DeepSeek-V3), where its kernel sees one.
+    vLLM's attention kernel takes sinks (gpt-oss) in bfloat16 only, so they are rounded. Its rotary kernel rotates only
+    one head of queries that come as [tokens, heads, size] (DeepSeek-V3), so these use the native implementation.
     """
 
     def init_device(self) -> None:
         """Start as vLLM does, and unlink the shared memory of its groups once all workers have mapped it.
 
-        vLLM itself leaves the files of a killed engine in /dev/shm, named by a port. An engine that gets the same port
-        later cannot start (vLLM 0.25.1).
+        vLLM 0.25.1 leaves a killed engine's files in /dev/shm, named by a port; an engine that gets the same port later
+        cannot start.
         """
         super().init_device()
         dist.barrier()
@@ -40,7 +39,7 @@ class RefitCpuWorker(CPUWorker):
             path.unlink(missing_ok=True)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        """Load as vLLM does, with packed weights off in this process from here on."""
+        """Load as vLLM does, without packing weights in this process from now on."""
         from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
 
         _custom_ops._supports_onednn = False

@@ -1,7 +1,6 @@
-"""The engine's device memory, seen from vLLM's worker process.
+"""Waits in vLLM's worker process for device memory that another process is still releasing.
 
-Waking up maps memory that another process may still be releasing: the bytes are waited for, not assumed. vLLM's own
-wake-up fails half-way where they are missing, with part of the memory mapped.
+vLLM's own wake-up does not wait: without room it fails half-way, with part of the memory mapped.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ import torch
 from nemo_offload_rl.utils.gpu_memory import holders
 
 MARGIN_BYTES = 64 << 20  # mapping has its own granularity
-BESIDE_TIMEOUT_S = 0.25  # in which several GiB leave by PCIe
+BESIDE_TIMEOUT_S = 0.25  # several GiB cross PCIe in this time
 _POLL_S = 0.002
 
 
 def sleeping_bytes(tags: Collection[str]) -> int:
-    """What waking `tags` takes from the device."""
+    """Device memory that waking `tags` takes."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
     allocations = CuMemAllocator.get_instance().pointer_to_data.values()
@@ -32,14 +31,15 @@ def wait_for_room(
     """Wait until the device has room to wake `tags`.
 
     Args:
-        tags: Of the memory that sleeps.
-        timeout_s: How long.
-        process_names: Who is who, by process id, for the message.
-        beside_bytes: Room for what others allocate next, waited for `BESIDE_TIMEOUT_S` longer: they may have memory
-            that the driver does not count as free.
+        tags: Tags of the memory to wake.
+        timeout_s: Longest wait.
+        process_names: Names by process id, for the message.
+        beside_bytes: Further room, for what other processes allocate next. It is waited for `BESIDE_TIMEOUT_S` more
+            at most, since they may have cached memory that does not count as free.
 
     Returns:
-        Whether there is room for `beside_bytes` too; or after `timeout_s` what is missing and who holds what.
+        Whether there is room for `beside_bytes` too; after `timeout_s`, a message with what is missing and who holds
+        memory.
     """
     needed_bytes = sleeping_bytes(tags) + MARGIN_BYTES
     deadline_s = time.monotonic() + timeout_s

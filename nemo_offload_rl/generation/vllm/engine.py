@@ -1,4 +1,4 @@
-"""vLLM inside this process, as a plain class. `distributed` wraps it in a Ray actor."""
+"""vLLM's `LLM` inside this process, as a plain class. `distributed` wraps it in a Ray actor."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 class _Progress(tqdm):
-    """Counts finished responses for vLLM, and shows them to watchers of this process instead of a person."""
+    """Counts finished responses for vLLM, and reports them to watchers of this process instead of the terminal."""
 
     monitor_interval = 0  # no thread
 
     def update(self, n: float | None = 1) -> bool | None:
-        """Called by vLLM for each prompt whose responses have finished."""
+        """Count a prompt whose responses have finished; vLLM calls it."""
         show_progress()
         return super().update(n)
 
@@ -38,10 +38,10 @@ def _progress(*args: Any, **kwargs: Any) -> Any:
 
 
 class VllmEngine(VllmEngineBase):
-    """An `LLM` of vLLM behind `GenerationEngine`; it starts awake, with dummy weights unless told otherwise.
+    """An `LLM` of vLLM as a `GenerationEngine`; starts awake, with dummy weights.
 
     Args:
-        settings: The engine. `vllm_kwargs` may override anything, `load_format` ("dummy" without it) included.
+        settings: The engine's settings. `vllm_kwargs` may override anything, such as `load_format`.
 
     Raises:
         ConfigError: The model folder is missing, or the KV cache cannot hold one sequence of `max_model_len`.
@@ -105,6 +105,6 @@ class VllmEngine(VllmEngineBase):
     def _workers_have_failed(self) -> bool:
         if self._llm is None:
             return False
-        # Where the core is a process of its own it has its executor there, and its end is an error of its own.
+        # A core in a process of its own has its executor there, and its end is another error.
         core = getattr(self._llm.llm_engine.engine_core, "engine_core", None)
         return core is not None and getattr(core.model_executor, "is_failed", False)

@@ -1,7 +1,10 @@
-"""From our settings to the arguments of `vllm.LLM` and `vllm.AsyncEngineArgs`."""
+"""Turns settings into the arguments and the environment of a vLLM engine."""
 
 from __future__ import annotations
 
+import os
+import tempfile
+import uuid
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -10,16 +13,54 @@ from typing import Any
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.engine import VllmSettings
 from nemo_offload_rl.models.rope import for_engine
+from nemo_offload_rl.utils.sockets import short_folder
 
 _PACKAGE = "nemo_offload_rl.generation.vllm"
 _CPU_BATCH_TOKENS = 4096  # vLLM's own for CPUs
+_SOCKET_FOLDER = "VLLM_RPC_BASE_PATH"
+
+
+def vllm_env(device_type: str) -> dict[str, str]:
+    """Environment variables of a process with a `"cpu"` or `"cuda"` engine; they must be set before `vllm` is imported.
+
+    Ray sets them when it starts the engine's actor (`env_vars`).
+    """
+    chosen = os.environ.get(_SOCKET_FOLDER) or tempfile.gettempdir()
+    folder = short_folder(chosen, str(uuid.UUID(int=0)))  # paths of sockets may be too long in the chosen one
+    common = {
+        **({} if folder == chosen else {_SOCKET_FOLDER: folder}),
+        # Latent attention (DeepSeek-V3) computes whole keys and values. In its latent form vLLM derives weights once
+        # after loading, which refits would not renew.
+        "VLLM_MLA_DISABLE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # `LLM` keeps its engine core in this process
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_DO_NOT_TRACK": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if device_type == "cpu":
+        return {
+            **common,
+            "TORCHDYNAMO_DISABLE": "1",  # `enforce_eager` still compiles the sampler with g++: LLM() 20 s, not 2 s
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # "auto" binds every engine to core 0
+            "VLLM_CPU_SGL_KERNEL": "0",  # it packs weights after loading
+            "OMP_NUM_THREADS": "1",  # a second thread gains 15 % on an idle machine, costs up to 20 times on a busy one
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+    return {
+        **common,
+        # FlashInfer's sampler cannot return logprobs of tokens sampled after truncation, so vLLM would not use it here,
+        # but its import fails where it is not installed.
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }
 
 
 def engine_args(settings: VllmSettings, device_type: str) -> dict[str, Any]:
-    """Keyword arguments; `settings.vllm_kwargs` wins over all of them, where rules let one through.
+    """Keyword arguments of `vllm.LLM` and `vllm.AsyncEngineArgs`; `settings.vllm_kwargs` overrides all of them.
 
-    `logprobs_mode` is fixed: the logprobs of a response are those that drew it (temperature, top-k, top-p), which
-    vLLM's default (`raw_logprobs`) are not.
+    `logprobs_mode` is fixed: the logprobs of a response are those that it was sampled with (temperature, top-k, top-p),
+    which vLLM's default (`raw_logprobs`) are not.
 
     Raises:
         ConfigError: The model folder or, on CPU, the size of the KV cache is missing.
@@ -47,8 +88,8 @@ def engine_args(settings: VllmSettings, device_type: str) -> dict[str, Any]:
     if settings.endpoint is not None:
         arguments["tokenizer"] = settings.endpoint.tokenizer.name
     if settings.tensor_parallel_size > 1:
-        # Processes of this one. Inside a placement group vLLM would start Ray actors of its own, for which the policy
-        # workers of these GPUs leave no room.
+        # Child processes. Inside a placement group vLLM would start Ray actors of its own, for which the policy workers
+        # of these GPUs leave no slot.
         arguments["distributed_executor_backend"] = "mp"
     if settings.kv_cache_memory_gib is not None:
         arguments["kv_cache_memory_bytes"] = int(settings.kv_cache_memory_gib * 2**30)
@@ -58,24 +99,24 @@ def engine_args(settings: VllmSettings, device_type: str) -> dict[str, Any]:
                 "policy.generation.vllm_cfg.kv_cache_memory_gib is null, but on CPU vLLM would take "
                 "gpu_memory_utilization of the machine's memory; give a size, for example 0.25"
             )
-        arguments["enforce_eager"] = True  # TorchDynamo is off (`vllm_cpu_env`), and a CPU has no graphs
+        arguments["enforce_eager"] = True  # TorchDynamo is off (`vllm_env`), and a CPU has no graphs
         arguments["worker_cls"] = f"{_PACKAGE}.cpu_worker.RefitCpuWorker"
         if settings.per_request_seeds:
-            # vLLM 0.25.1 rewinds a request's generator where its prompt is computed in chunks; those of a CPU cannot.
+            # vLLM 0.25.1 rewinds a request's generator if its prompt is computed in chunks; a CPU's cannot be rewound.
             arguments["enable_chunked_prefill"] = False
             arguments["max_num_batched_tokens"] = max(_CPU_BATCH_TOKENS, settings.max_model_len)
     else:
         arguments["enable_sleep_mode"] = settings.enable_sleep_mode
-        # Others reformat the weights of experts once after loading, and a refit would bring them as they were.
+        # Other kernels reformat the weights of experts once after loading, and refits bring them in the plain format.
         arguments["moe_backend"] = "triton"
     return {**arguments, **settings.vllm_kwargs}
 
 
 def as_the_policy_reads_it(config: Any, overrides: Mapping[str, Any]) -> Any:
-    """The model's config, changed so that the engine's model is the policy's.
+    """Change the model's config so that the engine's model is the policy's.
 
     Args:
-        config: Of transformers, as vLLM has read it; the same is returned.
+        config: Config of transformers, as vLLM has read it; it is changed and returned.
         overrides: `policy.hf_config_overrides`.
     """
     config.update(overrides)

@@ -1,7 +1,7 @@
-"""Limits of what a client of an engine's HTTP server may send, and how long it may take.
+"""Limits the size and time of requests to an engine's HTTP server.
 
-`LimitedProtocol` closes connections whose client does not send a request's head, or the rest of a body that nobody
-waits for. `json_body` reads a body in time, and parses it where its size, depth and values are bearable.
+`LimitedProtocol` closes connections whose client does not send a request's head, or the rest of a body that was not
+needed. `json_body` reads and parses a body within limits of time, size, depth and values.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 @dataclass(frozen=True)
 class HttpLimits:
-    """What one request may take.
+    """Limits of one request.
 
     Attributes:
         head_s: Seconds for its first line and headers, and for the rest of a body after the answer.
         body_s: Seconds for the body.
         body_bytes: Size of the body; several images fit, or 8 million tokens of text.
-        depth: Levels of lists and objects in each other.
-        choices: The most answers to one request, `n`; OpenAI's limit.
+        depth: Levels of nested lists and objects.
+        choices: Answers to one request, `n`; OpenAI's limit.
     """
 
     head_s: float = 20.0
@@ -39,7 +39,7 @@ class HttpLimits:
 
 
 class BadRequest(Exception):
-    """A request that is not answered; status and message are for the client."""
+    """A refused request; status and message are for the client."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -50,7 +50,7 @@ async def json_body(request: Request, limits: HttpLimits) -> dict[str, Any]:
     """Read the body and parse it as a JSON object.
 
     Raises:
-        BadRequest: It is something else, too large, too deep, too slow, or has numbers and text that JSON cannot have.
+        BadRequest: It is something else, too large, too deep or too slow, or has invalid numbers or text.
     """
     body = bytearray()
     try:
@@ -60,9 +60,9 @@ async def json_body(request: Request, limits: HttpLimits) -> dict[str, Any]:
                 if len(body) > limits.body_bytes:
                     raise BadRequest(f"the body has more than {limits.body_bytes} bytes; send less", 413)
     except TimeoutError as error:
-        raise BadRequest(f"the body was not there after {limits.body_s:g} s; send it faster", 408) from error
+        raise BadRequest(f"the body was incomplete after {limits.body_s:g} s; send it faster", 408) from error
     except ClientDisconnect as error:
-        raise BadRequest("the client has gone") from error
+        raise BadRequest("the client has disconnected") from error
     try:
         parsed = json.loads(body, parse_constant=_refuse_constant)
         _check(parsed, limits.depth)
@@ -76,7 +76,7 @@ async def json_body(request: Request, limits: HttpLimits) -> dict[str, Any]:
 
 
 def _check(parsed: Any, depth: int) -> None:
-    """Raise where a value is too deep, is no number of 64 bits, or is text that has no UTF-8."""
+    """Raise if a value is too deep, a number of more than 64 bits, or text that is not valid Unicode."""
     level = [parsed]
     for _ in range(depth + 1):
         if not level:
@@ -109,11 +109,11 @@ def _too_deep(depth: int) -> str:
 
 
 class LimitedProtocol(H11Protocol):
-    """HTTP/1.1 that closes connections whose client is too slow. uvicorn limits only the time between requests.
+    """HTTP/1.1 that closes connections of slow clients; uvicorn limits only the time between requests.
 
     Args:
         head_s: See `HttpLimits`.
-        arguments: Of `H11Protocol`.
+        arguments: Arguments of `H11Protocol`.
     """
 
     def __init__(self, *arguments: Any, head_s: float, **more: Any) -> None:
@@ -132,7 +132,7 @@ class LimitedProtocol(H11Protocol):
         self._wait()
 
     def data_received(self, data: bytes) -> None:
-        """Take a part of a request."""
+        """Read a part of a request."""
         super().data_received(data)
         answered = self.conn.our_state in (h11.DONE, h11.MUST_CLOSE)
         if self.conn.their_state is h11.IDLE or (answered and self.conn.their_state is h11.SEND_BODY):
@@ -141,18 +141,18 @@ class LimitedProtocol(H11Protocol):
             self._stop_waiting()
 
     def on_response_complete(self) -> None:
-        """Wait for the rest of a body that the answer did not need, or of a next request that has begun."""
+        """Wait for the rest of a body that was not needed, or of a next request that has begun."""
         super().on_response_complete()
         if self.conn.their_state is h11.SEND_BODY or (self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]):
             self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
+        """Stop waiting for the client."""
         self._stop_waiting()
         super().connection_lost(exc)
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close a connection that is not used; at once where the client does not read its answer."""
+        """Close an unused connection; at once if the client does not read its answer."""
         super().timeout_keep_alive_handler()
         if self.transport.get_write_buffer_size():
             self.transport.abort()

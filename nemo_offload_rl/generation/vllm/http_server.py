@@ -1,9 +1,9 @@
 """The HTTP server of an engine: vLLM's chat completions, for rollouts that agents drive.
 
-It runs on the event loop of the engine. `/v1/chat/completions` answers anybody who is admitted;
-`/rollouts/ID/v1/chat/completions` does so for a rollout that is open, samples as the run says, and keeps the tokens. A
-request is answered while the engine is awake with the policy's weights; otherwise, and where the engine goes to sleep
-meanwhile, the answer is 503 with `Retry-After`.
+It runs on the event loop of the engine. `/v1/chat/completions` answers every admitted client.
+`/rollouts/ID/v1/chat/completions` answers for an open rollout, with the run's sampling, and keeps the tokens. Requests
+are answered while the engine is awake with valid weights. Otherwise, or if the engine goes to sleep meanwhile, the
+answer is 503 with `Retry-After`.
 """
 
 from __future__ import annotations
@@ -35,21 +35,18 @@ from nemo_offload_rl.errors import ConfigError, UserError
 from nemo_offload_rl.generation.served_rollouts import ServedCall, ServedRollout
 from nemo_offload_rl.generation.vllm.chat_serving import Call, ChatRequest, RecordedChat, request_problem
 from nemo_offload_rl.generation.vllm.http_limits import BadRequest, HttpLimits, LimitedProtocol, json_body
-from nemo_offload_rl.generation.vllm.requests import cache_salt
+from nemo_offload_rl.generation.vllm.requests import ServedWeights, cache_salt
 from nemo_offload_rl.keys.engine import VllmSettings
 from nemo_offload_rl.keys.generation import SamplingSettings
-from nemo_offload_rl.utils.sockets import is_loopback
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
-
-    from nemo_offload_rl.generation.vllm.served_weights import ServedWeights
 
 RETRY_AFTER_S = 5
 WEIGHT_VERSION_HEADER = "X-Weight-Version"
 _KEEP_ALIVE_S = 120
 _LIMITS = HttpLimits()
-# What vLLM and chat templates raise about requests that they cannot take.
+# Errors of vLLM and of chat templates about requests that they cannot take.
 _REFUSALS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, TemplateError)
 _KINDS = {
     400: "BadRequestError",
@@ -62,7 +59,7 @@ _KINDS = {
 
 
 async def _asked(raw_request: Request) -> ChatRequest:
-    """The body as a request. vLLM's own checks take it for granted that it is an object."""
+    """The body as a request. Checks that it is an object, which vLLM's own checks assume."""
     kind = raw_request.headers.get("Content-Type", "")
     if kind.partition(";")[0].strip().lower() != "application/json":  # pages of a browser may send others unasked
         raise BadRequest(f"the body is {kind or 'of no type'}; send JSON, with Content-Type: application/json")
@@ -84,7 +81,7 @@ async def _asked(raw_request: Request) -> ChatRequest:
 
 
 def _is_wide(value: Any) -> bool:
-    """Tell whether this is an integer that the engine's tensors cannot hold: it would end the engine."""
+    """Whether this is an integer that the engine's tensors cannot hold, which would end the engine."""
     return isinstance(value, int) and not -(2**31) <= value < 2**31
 
 
@@ -96,11 +93,11 @@ class HttpServer:
 
     Args:
         llm: The engine.
-        settings: Of the engine; `endpoint` is there.
+        settings: The engine's settings, with an `endpoint`.
         served: Version of the engine's weights.
 
     Raises:
-        ConfigError: The address cannot be listened on.
+        ConfigError: The address cannot be used.
         DataError: There is no tokenizer, or it has no chat template.
     """
 
@@ -137,7 +134,7 @@ class HttpServer:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
-                "vLLM does not serve with policy.generation.vllm_cfg.http_server_serving_chat_kwargs="
+                "vLLM refuses policy.generation.vllm_cfg.http_server_serving_chat_kwargs="
                 f"{dict(endpoint.serving_chat_kwargs)}: {error}"
             ) from error
         self._socket = self._listening.bound()
@@ -155,24 +152,19 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        """Where it is reached, without a path."""
+        """URL of the server, without a path."""
         host, port = self._socket.getsockname()[:2]
         host = get_ip() if host in ("0.0.0.0", "::") else host
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
-    @property
-    def is_local(self) -> bool:
-        """Whether this machine alone reaches it."""
-        return is_loopback(self._listening.host)
-
     async def start(self) -> None:
-        """Listen; on the engine's event loop, as all that follows."""
+        """Listen. Runs on the engine's event loop, as do all following methods."""
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         while not self._server.started and not self._task.done():
             await asyncio.sleep(0.01)
 
     async def stop(self) -> None:
-        """End; what is being answered gets 503."""
+        """End; open requests get 503."""
         await self.close_gate()
         self._server.should_exit = self._server.force_exit = True
         if self._task is not None:
@@ -184,7 +176,7 @@ class HttpServer:
         self._is_open = True
 
     async def close_gate(self) -> None:
-        """Refuse from now on; what is being answered is aborted, and has left the engine on return."""
+        """Refuse from now on; open requests are aborted and have left the engine on return."""
         self._is_open = False
         self._num_closings += 1
         for work in self._works:
@@ -192,18 +184,18 @@ class HttpServer:
         await asyncio.gather(*self._works, return_exceptions=True)
 
     async def open_rollouts(self, rollouts: Mapping[str, SamplingSettings]) -> None:
-        """Take calls of these rollouts."""
+        """Answer calls of these rollouts from now on."""
         self._rollouts |= {name: ServedRollout(sampling) for name, sampling in rollouts.items()}
 
     async def take_rollouts(self, names: Iterable[str]) -> dict[str, list[ServedCall]]:
-        """The calls of these rollouts, which are closed."""
+        """Close these rollouts and return their calls."""
         return {name: self._rollouts.pop(name).calls for name in names}
 
     # -- HTTP ------------------------------------------------------------------------------------------------------
 
     def _app(self) -> FastAPI:
         app = FastAPI(openapi_url=None)
-        app.state.args = SimpleNamespace(log_error_stack=False)  # what vLLM's handlers of errors read
+        app.state.args = SimpleNamespace(log_error_stack=False)  # vLLM's error handlers read it
         app.exception_handler(Exception)(exception_handler)
 
         @app.exception_handler(BadRequest)
@@ -249,9 +241,9 @@ class HttpServer:
             return self._asleep()
         streams, counts = request.stream, request.stream_options and request.stream_options.include_usage
         request.stream, request.stream_options = False, None  # the whole answer is one event
-        # With `min_tokens` others end the engine.
+        # Other token ids, together with `min_tokens`, end the engine.
         if not all(0 <= token_id < self._vocab_size for token_id in request.stop_token_ids or ()):
-            return self._error(400, f"stop_token_ids has others than 0 to {self._vocab_size - 1}; leave them out")
+            return self._error(400, f"stop_token_ids may be 0 to {self._vocab_size - 1}; leave out others")
         if rollout is not None:
             if (problem := request_problem(request, rollout.sampling)) is not None:
                 return self._error(400, problem)
@@ -270,7 +262,7 @@ class HttpServer:
         try:
             answer = await work
         except asyncio.CancelledError:
-            if num_closings == self._num_closings:  # the client has gone
+            if num_closings == self._num_closings:  # the client has disconnected
                 raise
             return self._asleep()
         except UserError as error:
@@ -280,11 +272,11 @@ class HttpServer:
         except EngineGenerateError as error:
             if not isinstance(error.__cause__, _REFUSALS):
                 raise
-            return self._error(400, f"the engine does not take that request: {error.__cause__}")
+            return self._error(400, f"the engine refuses the request: {error.__cause__}")
         finally:
             work.cancel()
             self._works.discard(work)
-        if num_closings != self._num_closings:  # closed, and vLLM has made an answer of its own of the abort
+        if num_closings != self._num_closings:  # closed meanwhile, and vLLM has turned the abort into an answer
             return self._asleep()
         headers = {WEIGHT_VERSION_HEADER: str(version)}
         if isinstance(answer, ErrorResponse):
@@ -308,7 +300,7 @@ class HttpServer:
 
 
 async def _events(content: dict[str, Any], counts: bool) -> AsyncIterator[str]:
-    """A response as a stream of one chunk, then its usage where that was asked for."""
+    """A response as a stream of one chunk, followed by its usage if `counts`."""
     chunk = {**content, "object": "chat.completion.chunk", "usage": None, "choices": []}
     choices = []
     for choice in content["choices"]:

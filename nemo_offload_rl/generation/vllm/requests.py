@@ -1,7 +1,8 @@
-"""Prompts, sampling and completions in vLLM's terms."""
+"""Prompts, sampling and completions in vLLM's terms, and the version of the weights that answer."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,25 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
 
 _SEED_LIMIT = 2**63
+
+
+class ServedWeights:
+    """Version of an engine's weights; used on the engine's event loop.
+
+    Attributes:
+        version: Number of refits so far.
+        runs: Cleared while the engine is paused for new weights.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.runs = asyncio.Event()
+        self.runs.set()
+
+    async def next_version(self) -> int:
+        """Version for a request that begins now; waits for the end of a pause, which brings the next version."""
+        await self.runs.wait()
+        return self.version
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], max_model_len: int) -> None:
@@ -33,19 +53,19 @@ def check_prompts(prompts: Sequence[Sequence[int]], max_model_len: int) -> None:
 
 
 def cache_salt(weight_version: int, asked: str | None = None) -> str:
-    """Salt of a request's cached prefixes: requests share them only with those of the same weights.
+    """Salt with which a request shares cached prefixes only with requests of the same weights.
 
     Args:
-        weight_version: Of the weights that the request begins with.
+        weight_version: Version of the weights that the request begins with.
         asked: The client's own salt.
     """
     return f"weights {weight_version}" if asked is None else f"weights {weight_version} {asked}"
 
 
 def sampling_params(sampling: SamplingSettings, num_samples: int, position: int) -> SamplingParams:
-    """Sampling parameters for vLLM of the prompt at `position` of its batch.
+    """VLLM's sampling parameters for the prompt at `position` of its batch.
 
-    vLLM adds the sample's number to the seed, so each prompt starts `num_samples` further on.
+    vLLM adds the sample's number to the seed, so each prompt's seed is `num_samples` larger than the last one's.
     """
     from vllm import SamplingParams
 
@@ -66,7 +86,7 @@ def sampling_params(sampling: SamplingSettings, num_samples: int, position: int)
 
 
 def completion_from_output(output: CompletionOutput) -> Completion:
-    """Tokens with the sampler's logprob of each; the token that ended the response is among them."""
+    """Tokens with the sampler's logprob of each, including the token that ended the response."""
     from vllm.logprobs import FlatLogprobs
 
     token_ids, flat = list(output.token_ids), output.logprobs
@@ -74,7 +94,7 @@ def completion_from_output(output: CompletionOutput) -> Completion:
         assert not token_ids
         return Completion([], [], output.finish_reason or "abort")
     assert isinstance(flat, FlatLogprobs)
-    # Of each position the sampled token comes first; with `logprobs=0` it is alone.
+    # Each position begins with the sampled token; with `logprobs=0` there is no other.
     assert [flat.token_ids[start] for start in flat.start_indices] == token_ids
     return Completion(
         token_ids, [flat.logprobs[start] for start in flat.start_indices], output.finish_reason or "abort"

@@ -1,19 +1,19 @@
-"""Experts that come stacked: one tensor a layer and projection instead of three for each expert.
+"""Loads experts that come stacked: one tensor for each layer and projection instead of three for each expert.
 
-What is sent, by either backend, for the experts of one layer, E of them with inner size I and hidden size H; the
-place is the one that the family's checkpoints have, as `model.layers.0.mlp` or `model.layers.0.block_sparse_moe`:
+Both backends send these tensors for the E experts of a layer, with inner size I and hidden size H. `<place>` is as in
+the family's checkpoints, such as `model.layers.0.mlp` or `model.layers.0.block_sparse_moe`:
 
 | name | shape | of expert e |
 |---|---|---|
 | `<place>.experts.gate_up_proj` | [E, 2 I, H] | rows 0 to I: the gate's weight; the rest: the up projection's |
 | `<place>.experts.down_proj` | [E, H, I] | the down projection's weight |
 
-They are written into vLLM's fused parameters by one copy each, or two where tensor parallelism takes rows out of both
-halves. vLLM's own loaders copy expert by expert: 18,432 copies for a model of 48 layers with 128 experts. Tensors of
-single experts under the checkpoint's names are loaded as ever.
+One copy writes each into vLLM's fused parameter, or two if tensor parallelism takes rows out of both halves. vLLM's own
+loaders copy expert by expert: 18,432 copies for a model of 48 layers with 128 experts. They still load single experts,
+under the checkpoint's names.
 
-Experts with biases (gpt-oss) come in the layout of that family's checkpoints, transposed, gate and up projection in
-turns:
+Experts with biases (gpt-oss) come in the layout of that family's checkpoints, transposed, with gate and up projection
+interleaved:
 
 | name | shape | of expert e |
 |---|---|---|
@@ -22,8 +22,8 @@ turns:
 | `<place>.experts.down_proj` | [E, I, H] | the down projection's weight |
 | `<place>.experts.down_proj_bias` | [E, H] | its bias |
 
-vLLM's own loader of the family would, with tensor parallelism, set the bias of the down projection to 0 in the buffer
-that all workers read.
+With tensor parallelism, vLLM's own loader of the family sets the bias of the down projection to 0 in the buffer that
+all workers read.
 """
 
 from __future__ import annotations
@@ -37,15 +37,11 @@ from torch import Tensor, nn
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 _GATE_UP_BIAS, _DOWN_BIAS = "gate_up_proj_bias", "down_proj_bias"
 PARAMETERS = {GATE_UP: "w13_weight", DOWN: "w2_weight", _GATE_UP_BIAS: "w13_bias", _DOWN_BIAS: "w2_bias"}
-"""What vLLM calls each."""
+"""vLLM's name of each parameter."""
 
 
 class StackedExperts:
-    """Writes stacked tensors into a model of vLLM.
-
-    Args:
-        model: This worker's part of it.
-    """
+    """Writes stacked tensors into `model`, this worker's part of vLLM's model."""
 
     def __init__(self, model: nn.Module) -> None:
         from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -55,17 +51,17 @@ class StackedExperts:
         }
 
     def takes(self, name: str) -> bool:
-        """Whether a tensor of this name is written here."""
+        """Whether `load` writes a tensor of this name."""
         place, _, own_name = name.rpartition(".")
         return own_name in PARAMETERS and place in self._layers and hasattr(self._layers[place], PARAMETERS[own_name])
 
     @torch.no_grad()
     def load(self, name: str, stacked: Tensor) -> None:
-        """Write this worker's experts, and its part of each.
+        """Write this worker's part of its experts.
 
         Args:
-            name: One that `takes` knows.
-            stacked: See the file header.
+            name: A name for which `takes` is True.
+            stacked: The tensor, as in the file header.
 
         Raises:
             ValueError: It has another shape.
@@ -79,14 +75,14 @@ class StackedExperts:
             raise ValueError(f"its shape is {list(stacked.shape)} instead of {list(wanted)}")
         stacked = _taken(stacked, [expert for expert, _ in local_experts(layer)])
         if own_name == _DOWN_BIAS and parallel.tp_rank > 0:
-            parameter.zero_()  # the workers' results are added up
+            parameter.zero_()  # the sum of the workers' results has the bias once
             return
         if has_bias and stacked.dim() == 3:
             stacked = stacked.transpose(1, 2)
         if stacked.shape == parameter.shape:
             parameter.copy_(stacked)
             return
-        # A padded parameter keeps its padding.
+        # The padding of a padded parameter stays.
         if own_name != _GATE_UP_BIAS:
             hidden_dim = 2 if own_name == GATE_UP else 1
             parameter = parameter.narrow(hidden_dim, 0, hidden)
@@ -102,7 +98,7 @@ class StackedExperts:
 
 
 def _shape(own_name: str, num_experts: int, inner: int, hidden: int, has_bias: bool) -> tuple[int, ...]:
-    """What the tensor of a name has to have."""
+    """Shape of a stacked tensor."""
     if own_name in (_GATE_UP_BIAS, _DOWN_BIAS):
         return num_experts, 2 * inner if own_name == _GATE_UP_BIAS else hidden
     rows, columns = (2 * inner, hidden) if own_name == GATE_UP else (hidden, inner)
@@ -110,14 +106,14 @@ def _shape(own_name: str, num_experts: int, inner: int, hidden: int, has_bias: b
 
 
 def local_experts(layer: Any) -> Iterator[tuple[int, int]]:
-    """(number in the model, number in this worker) of each expert that a worker holds of a layer (`RoutedExperts`)."""
+    """(number in the model, number in this worker) of each expert of a layer (`RoutedExperts`) in this worker."""
     experts = layer.expert_map
     places = range(layer.global_num_experts) if experts is None else experts.tolist()
     return ((expert, local) for expert, local in enumerate(places) if local >= 0)
 
 
 def _taken(stacked: Tensor, experts: list[int]) -> Tensor:
-    """These experts, without a copy where they are neighbours."""
+    """These experts; a view if they are neighbours."""
     if experts == list(range(experts[0], experts[0] + len(experts))):
         return stacked.narrow(0, experts[0], len(experts))
     return stacked[experts]

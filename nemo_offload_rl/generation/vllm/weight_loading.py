@@ -1,15 +1,14 @@
-"""What happens to a bucket inside vLLM's worker process: tensors are copied into the model, and every write counted.
+"""Loads buckets inside vLLM's worker process: copies tensors into the model and records every write.
 
-Stacked experts are written by `stacked_experts.py`, everything else by vLLM: by `model.load_weights` rather than its
-layerwise reload, which keeps references to the tensors until a layer is complete: with reused buffers that corrupts
-weights without an error. What `load_weights` accepts in silence (a missing tensor, a missing expert, a tensor that it
-ignores or takes a part of) is found by counting: every element of every parameter has to be written, every element of
-every tensor to be read.
+Stacked experts are written by `stacked_experts.py`, everything else by vLLM's `model.load_weights`. Its layerwise
+reload is not used: it keeps references to tensors until a layer is complete, which corrupts weights without an error,
+since buffers are reused. `load_weights` reports neither missing tensors and experts nor tensors that it ignores or
+reads in part. Counting finds them: every element of every parameter has to be written, and of every tensor read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,37 +16,37 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nemo_offload_rl.generation.vllm.derived_weights import check_nothing_is_derived
-from nemo_offload_rl.generation.vllm.missing_weights import missing_weights
-from nemo_offload_rl.generation.vllm.stacked_experts import StackedExperts
-from nemo_offload_rl.generation.vllm.write_recorder import Span, WriteRecorder, merged
+from nemo_offload_rl.generation.vllm.stacked_experts import PARAMETERS, StackedExperts, local_experts
+from nemo_offload_rl.generation.vllm.write_recorder import Span, WriteRecorder, gaps, merged
 from nemo_offload_rl.protocols.refit import RefitError, TensorSlice, WeightBucket, listed
 from nemo_offload_rl.weight_sync.cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from nemo_offload_rl.weight_sync.nccl import NcclGroup, NcclReceiver
 from nemo_offload_rl.weight_sync.shared_memory import SharedMemoryReceiver
 
 type _TensorKind = tuple[str, tuple[int, ...], torch.dtype]
-"""What decides where vLLM loads a tensor: name, shape and type."""
+"""Name, shape and type, which decide where vLLM loads a tensor."""
+
+type _Receiver = SharedMemoryReceiver | CudaIpcReceiver | NcclReceiver
 
 
 @dataclass(frozen=True)
 class _Load:
     spans: tuple[Span, ...]
-    num_read: int  # elements, at most those of the tensor
+    num_read: int  # of the tensor's elements
 
 
 @dataclass
 class SeenLoads:
-    """Where each tensor went when it was loaded for the first time; it goes there each time.
+    """Where each tensor went when it was first loaded; later loads write the same memory.
 
-    Recording costs about as much as loading, so that it is done once for each tensor and engine.
+    Recording costs about as much as loading, so it is done once for each tensor and engine.
     """
 
     addresses: tuple[int, ...] = ()
     loads: dict[_TensorKind, _Load] = field(default_factory=dict)
 
     def is_new_for(self, model: nn.Module) -> bool:
-        """Whether it knows nothing of the model; everything is forgotten if a parameter lies elsewhere by now."""
+        """Whether nothing is recorded of the model; forgets everything if a parameter has other memory than before."""
         addresses = tuple(parameter.data_ptr() for parameter in model.parameters())
         if addresses != self.addresses:
             self.addresses, self.loads = addresses, {}
@@ -59,11 +58,11 @@ class RefitSession:
 
     Args:
         model: vLLM's model; it has `load_weights`.
-        seen: What earlier refits of this model have recorded.
-        group: The communicator over which buckets come, where engine and policy do not share devices.
+        seen: Records of earlier refits of this model.
+        group: The communicator over which buckets come, if engine and policy do not share devices.
 
     Raises:
-        RefitError: vLLM has computed something from the model's weights that loading does not renew.
+        RefitError: vLLM has derived something from the model's weights that loading does not renew.
     """
 
     def __init__(self, model: nn.Module, seen: SeenLoads, group: NcclGroup | None = None) -> None:
@@ -72,9 +71,9 @@ class RefitSession:
         self._experts = StackedExperts(model)
         self._seen = seen
         if seen.is_new_for(model):
-            check_nothing_is_derived(model)
+            _refuse_derived_weights(model)
         self._received: dict[str, _TensorKind] = {}
-        self._receiver: SharedMemoryReceiver | CudaIpcReceiver | NcclReceiver | None = None
+        self._receiver: _Receiver | None = None
 
     def load(self, bucket: WeightBucket) -> None:
         """Copy the bucket into the model; its buffer may be overwritten afterwards.
@@ -97,15 +96,15 @@ class RefitSession:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise RefitError(f"The engine cannot load {listed(current[-1:])}: {reason}") from error
         if torch.cuda.is_available():
-            # The copies are only asked for so far, and the sender refills the buffer once this has returned.
+            # The sender refills the buffer once this has returned, and the copies have only been launched so far.
             torch.cuda.synchronize()
 
     def finish(self) -> dict[str, tuple[int, int]]:
         """End the refit.
 
         Returns:
-            Of tensors that this worker read in part: the elements it read, and all. Its other parts may be other
-            workers'.
+            Of each tensor that this worker read in part, the elements it read and all of them. Other workers may have
+            read the rest.
 
         Raises:
             RefitError: Elements of parameters were not written.
@@ -113,17 +112,17 @@ class RefitSession:
         self.close()
         loads = {name: self._seen.loads[kind] for name, kind in self._received.items()}
         written = merged(span for load in loads.values() for span in load.spans)
-        missing = missing_weights(self._model, written)
+        missing = _missing_weights(self._model, written)
         if missing:
             raise RefitError(
-                f"The refit left these weights of the engine as they were: {listed(missing)}. The policy has none of "
-                "that name. vLLM builds this model in another way than the policy; choose one that both build alike."
+                f"The refit did not change these weights of the engine: {listed(missing)}. The policy has none of that "
+                "name, because vLLM builds this model in another way; choose a model that both build alike."
             )
         sizes = {name: torch.Size(shape).numel() for name, shape, _ in self._received.values()}
         return {name: (load.num_read, sizes[name]) for name, load in loads.items() if load.num_read < sizes[name]}
 
     def close(self) -> None:
-        """Let go of the sender's buffers."""
+        """Close the sender's buffers."""
         if self._receiver is not None:
             self._receiver.close()
             self._receiver = None
@@ -136,7 +135,7 @@ class RefitSession:
     def _observed(
         self, tensors: list[tuple[str, Tensor]], current: list[str], recorder: WriteRecorder | None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Hands out one tensor after the other; vLLM has loaded one when it asks for the next. Experts stay here."""
+        """Give vLLM one tensor after the other; it has loaded one when it asks for the next. Loads experts itself."""
         for name, tensor in tensors:
             current.append(name)
             if self._experts.takes(name):
@@ -147,7 +146,7 @@ class RefitSession:
                 spans, num_read = recorder.take()
                 self._seen.loads[self._received[name]] = _Load(spans, min(num_read, tensor.numel()))
 
-    def _new_receiver(self, transport: str) -> SharedMemoryReceiver | CudaIpcReceiver | NcclReceiver:
+    def _new_receiver(self, transport: str) -> _Receiver:
         if transport == CudaIpcSender.transport:
             return CudaIpcReceiver()
         if self._group is not None:
@@ -157,3 +156,96 @@ class RefitSession:
 
 def _kind(piece: TensorSlice) -> _TensorKind:
     return piece.name, piece.shape, piece.dtype
+
+
+def _refuse_derived_weights(model: nn.Module) -> None:
+    """Refuse a model of which vLLM 0.25.1 keeps packed, quantized, fused or derived weights next to the parameters.
+
+    Scales of an 8-bit KV cache are no reason: without a quantized checkpoint they stay 1.
+
+    Raises:
+        RefitError: With the module and the reason.
+    """
+    for name, module in model.named_modules():
+        if (derived := _derived(module)) is not None:
+            raise RefitError(
+                f"The engine cannot take new weights: {name} {derived} once after loading, which no refit renews; "
+                "choose another model"
+            )
+
+
+def _derived(module: nn.Module) -> str | None:
+    from vllm.model_executor.layers.attention import MLAAttention
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from vllm.model_executor.layers.hpc.hpc_module import HpcModule
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    if isinstance(module, MLAAttention):
+        return "derives weights of its latent attention"
+    if isinstance(module, HpcModule):
+        return "packs weights"
+    if isinstance(module, MoERunner) and module._fse_fuse_gate:
+        return "fuses the gates of its experts"
+    method = getattr(module, "quant_method", None)
+    if isinstance(method, UnquantizedFusedMoEMethod):
+        backends = UnquantizedMoeBackend
+        plain = (backends.TRITON, backends.BATCHED_TRITON, backends.CPU)
+        return None if method.unquantized_backend in plain else "reformats the weights of its experts"
+    plain = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+    if isinstance(method, QuantizeMethodBase) and type(method) not in plain:
+        return f"computes what {type(method).__name__} needs"
+    return None
+
+
+def _missing_weights(model: nn.Module, written: list[Span]) -> list[str]:
+    """Names, as the policy would have sent them, of all weights with an element in none of the merged spans."""
+    packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
+    modules = dict(model.named_modules())
+    missing: list[str] = []
+    for name, parameter in model.named_parameters():  # tied parameters come once
+        if holes := gaps(parameter, written):
+            place, _, own_name = name.rpartition(".")
+            parts = list(_parts(modules[place], place, own_name, parameter, packed))
+            found = [part for part, (begin, end) in parts if any(first < end and begin < last for first, last in holes)]
+            if len(found) == len(parts):
+                found = _stacked(modules[place], own_name) or found
+            missing += found or [name]
+    return missing
+
+
+def _stacked(module: nn.Module, own_name: str) -> list[str]:
+    """Name of the one tensor with all experts of a parameter; nothing for other parameters."""
+    layer_name = getattr(module, "layer_name", None)
+    return [f"{layer_name}.{kind}" for kind, parameter in PARAMETERS.items() if parameter == own_name]
+
+
+def _parts(
+    module: nn.Module, place: str, own_name: str, parameter: nn.Parameter, packed: Mapping[str, Sequence[str]]
+) -> Iterator[tuple[str, Span]]:
+    """Name and memory of each of the policy's tensors in a fused parameter; nothing for other parameters."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.model_executor.layers.linear import ColumnParallelLinear
+
+    if not parameter.is_contiguous():
+        return
+    row_bytes = parameter.stride(0) * parameter.element_size() if parameter.dim() else 0
+    start = parameter.data_ptr()
+    if isinstance(module, RoutedExperts) and parameter.dim() == 3:
+        gate, up, down = module.ckpt_gate_proj_name, module.ckpt_up_proj_name, module.ckpt_down_proj_name
+        names = [gate, up] if own_name.startswith("w13") else [down]
+        for expert, local in local_experts(module):
+            begin, num_bytes = start + local * row_bytes, row_bytes // len(names)
+            for index, name in enumerate(names):
+                span = (begin + index * num_bytes, begin + (index + 1) * num_bytes)
+                yield f"{module.layer_name}.{expert}.{name}.weight", span
+    elif isinstance(module, ColumnParallelLinear):
+        parent, _, fused = place.rpartition(".")
+        names = packed.get(fused, ())
+        if len(names) == len(module.output_partition_sizes):
+            for name, num_rows in zip(names, module.output_partition_sizes, strict=True):
+                yield f"{parent}.{name}.{own_name}", (start, start + num_rows * row_bytes)
+                start += num_rows * row_bytes

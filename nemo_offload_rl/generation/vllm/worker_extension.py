@@ -1,25 +1,53 @@
 """Methods that every vLLM worker gets (`worker_extension_cls`), called by name through `collective_rpc`.
 
-They return a message instead of raising: an exception in a worker process reaches the caller without its type, and
-ends the executor.
+They return a message instead of raising, because an exception in a worker process reaches the caller without its type
+and ends the executor. Buckets come as plain lists, which vLLM's message encoding carries.
 """
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from typing import Any
 
 import torch
 
 from nemo_offload_rl.generation.vllm.device_memory import wait_for_room
 from nemo_offload_rl.generation.vllm.weight_loading import RefitSession, SeenLoads
-from nemo_offload_rl.generation.vllm.wire import bucket_from_wire
-from nemo_offload_rl.protocols.refit import RefitError, RefitGroupAddress
+from nemo_offload_rl.protocols.refit import RefitError, RefitGroupAddress, TensorSlice, WeightBucket
 from nemo_offload_rl.utils.liveness import dump_stacks_on_signal
-from nemo_offload_rl.weight_sync.nccl import NcclGroup
+from nemo_offload_rl.weight_sync.cuda_ipc import CudaIpcHandle, CudaIpcSender, SharedBuffer
+from nemo_offload_rl.weight_sync.nccl import NcclGroup, NcclHandle, NcclSender
+from nemo_offload_rl.weight_sync.shared_memory import SharedMemoryHandle
+
+
+def bucket_to_wire(bucket: WeightBucket) -> list[Any]:
+    """A bucket as lists, strings, bytes and integers."""
+    handle = bucket.handle
+    if isinstance(handle, CudaIpcHandle):
+        place: list[Any] = [[uuid, *astuple(buffer)] for uuid, buffer in handle.buffers.items()]
+    elif isinstance(handle, (SharedMemoryHandle, NcclHandle)):
+        place = list(astuple(handle))
+    else:
+        raise NotImplementedError(f"vLLM workers cannot read buckets of {bucket.transport}")
+    slices = [[s.name, list(s.shape), str(s.dtype).removeprefix("torch."), s.offset_bytes] for s in bucket.slices]
+    return [bucket.index, bucket.transport, place, bucket.num_bytes, slices, int(bucket.is_last)]
+
+
+def bucket_from_wire(wire: list[Any]) -> WeightBucket:
+    """The inverse of `bucket_to_wire`."""
+    index, transport, place, num_bytes, slices, is_last = wire
+    pieces = tuple(
+        TensorSlice(name, tuple(shape), getattr(torch, dtype), offset) for name, shape, dtype, offset in slices
+    )
+    if transport == CudaIpcSender.transport:
+        handle: object = CudaIpcHandle({uuid: SharedBuffer(*fields) for uuid, *fields in place})
+    else:
+        handle = (NcclHandle if transport == NcclSender.transport else SharedMemoryHandle)(*place)
+    return WeightBucket(index, transport, handle, num_bytes, pieces, bool(is_last))
 
 
 class RefitExtension:
-    """Mixed into vLLM's worker class, which has `model_runner`; vLLM refuses names that the worker has already."""
+    """Base class that vLLM adds to its worker class, whose attributes it reads; vLLM refuses names in use."""
 
     model_runner: Any
     rank: int
@@ -33,7 +61,7 @@ class RefitExtension:
         dump_stacks_on_signal()
 
     def answer(self) -> None:
-        """Return at once: an engine that hangs does not."""
+        """Return at once, which an engine that hangs does not."""
 
     def refit_join_group(self, host: str, port: int, world_size: int, first_rank: int) -> None:
         """Join the communicator of refits as rank `first_rank` plus this worker's rank in the engine."""
@@ -41,7 +69,7 @@ class RefitExtension:
         self._refit_group = NcclGroup(address, first_rank + self.rank, self.device)
 
     def refit_load_bucket(self, wire: list[Any]) -> str | None:
-        """Load one bucket (see `wire.py`); the first one opens the refit, None means success."""
+        """Load one bucket, of which the first begins the refit; None means success."""
         bucket = bucket_from_wire(wire)
         try:
             if bucket.index == 0 or self._refit_session is None:
@@ -55,10 +83,10 @@ class RefitExtension:
         return None
 
     def refit_finish(self) -> str | dict[str, tuple[int, int]]:
-        """Close the refit: say what is missing, or what was read in part (`RefitSession.finish`)."""
+        """End the refit; returns what is missing, or what was read in part (`RefitSession.finish`)."""
         session, self._refit_session = self._refit_session, None
         if session is None:
-            return "No weights came before the refit was finished"
+            return "The refit was finished before any weights came"
         try:
             return session.finish()
         except RefitError as error:
@@ -67,7 +95,7 @@ class RefitExtension:
     def wait_for_room(
         self, tags: list[str], timeout_s: float, process_names: list[list[Any]], beside_bytes: int
     ) -> bool | str:
-        """See `device_memory.wait_for_room`. Names are [process id, name] each."""
+        """See `device_memory.wait_for_room`; each of `process_names` is [process id, name]."""
         return wait_for_room(tags, timeout_s, {int(pid): str(name) for pid, name in process_names}, beside_bytes)
 
     def refit_abort(self) -> None:

@@ -1,7 +1,7 @@
-"""Which memory the loading of a tensor writes, counted in bytes of the parameters' own storage.
+"""Records which memory the loading of a tensor writes.
 
-vLLM fuses, pads, shards and renames what it loads; names tell little about what was written. Every loader ends in a
-copy or a fill, which is seen here whatever called it, with the address it went to.
+vLLM fuses, pads, shards and renames what it loads, so names do not tell what was written. Every loader ends in a copy
+or a fill, and those are recorded with their addresses.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FILLS = frozenset({torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, to
 
 
 class WriteRecorder(TorchDispatchMode):
-    """While active, notes where copies and fills go (fills pad vocabularies). Other kinds of writing count as none."""
+    """Records copies and fills (which pad vocabularies) while it is active; ignores other kinds of writing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class WriteRecorder(TorchDispatchMode):
         self._num_read = 0
 
     def take(self) -> tuple[tuple[Span, ...], int]:
-        """The spans written since the last call, and how many elements copies have read for them."""
+        """Spans written since the last call, and the number of elements that copies read."""
         taken = tuple(merged(self._spans)), self._num_read
         self._spans, self._num_read = [], 0
         return taken
@@ -46,7 +46,7 @@ class WriteRecorder(TorchDispatchMode):
 
 
 def spans_of(tensor: Tensor) -> Iterator[Span]:
-    """The memory of a tensor's elements; a strided view has one span for each of its contiguous parts."""
+    """Memory of a tensor's elements; a strided view has one span for each contiguous part."""
     if tensor.numel() == 0:
         return
     if tensor.is_contiguous():
@@ -58,7 +58,7 @@ def spans_of(tensor: Tensor) -> Iterator[Span]:
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """The same memory in disjoint spans, in order, none touching the next."""
+    """The same memory in ordered spans that neither overlap nor touch."""
     found: list[Span] = []
     for begin, end in sorted(spans):
         if found and begin <= found[-1][1]:
@@ -69,12 +69,7 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def gaps(tensor: Tensor, written: list[Span]) -> list[Span]:
-    """The parts of a tensor's memory that lie in none of the spans.
-
-    Args:
-        tensor: A parameter.
-        written: Merged spans.
-    """
+    """Parts of a tensor's memory in none of the merged spans."""
     missing: list[Span] = []
     for position, end in spans_of(tensor):
         for begin, stop in written[max(bisect_right(written, (position, position)) - 1, 0) :]:

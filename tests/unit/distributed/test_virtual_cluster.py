@@ -18,7 +18,7 @@ from forked import Script
 from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster, _exit_status, cluster_session, find_free_port
 from nemo_offload_rl.distributed.worker_group import RayWorkerGroup, WorkerSpec
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.generation.vllm.env import vllm_env
+from nemo_offload_rl.generation.vllm.engine_args import vllm_env
 from nemo_offload_rl.utils.sockets import short_folder
 
 ROOT = Path(__file__).parents[3]

@@ -12,8 +12,7 @@ import pytest
 from forked import Script
 
 from nemo_offload_rl.generation.vllm.allowed_args import ALLOWED, OWN_KEYS, REFUSED
-from nemo_offload_rl.generation.vllm.engine_args import engine_args
-from nemo_offload_rl.generation.vllm.env import vllm_env
+from nemo_offload_rl.generation.vllm.engine_args import engine_args, vllm_env
 from nemo_offload_rl.runs.loading import load_grpo_config
 
 EXEMPLAR = Path(__file__).parents[3] / "examples" / "configs" / "grpo_math_1B.yaml"

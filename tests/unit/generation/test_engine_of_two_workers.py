@@ -24,7 +24,7 @@ def test_refitted_halves_answer_like_the_whole_and_a_killed_worker_is_a_dead_eng
     with engine_process() as engine:
         engine.start(settings)
         for name in ("model.layers.1.mlp.experts.2.up_proj.weight", "model.layers.0.self_attn.k_proj.weight"):
-            with pytest.raises(RefitError, match=rf"as they were: {name}\. The policy"):
+            with pytest.raises(RefitError, match=rf"of the engine: {name}\. The policy"):
                 send_weights(engine, {key: tensor for key, tensor in weights.items() if key != name}, 2**20)
         send_weights(engine, weights, 2**20)
         answers = answers_like(engine, model)

@@ -51,7 +51,7 @@ def test_a_refit_of_any_order_and_buckets_is_whole_or_names_what_it_lacks(
             return
         with pytest.raises(RefitError) as raised:
             send_weights(engine, sent, buffer_bytes)
-        assert f"as they were: {', '.join(sorted(missing))}. The policy" in str(raised.value)
+        assert f"of the engine: {', '.join(sorted(missing))}. The policy" in str(raised.value)
         with pytest.raises(RuntimeError, match="before a refit"):
             engine.generate(PROMPTS, GREEDY)
 
@@ -73,7 +73,7 @@ def test_stacked_experts_are_loaded_whole_and_missing_ones_named(engine: EngineP
     down, gate_up = "model.layers.1.mlp.experts.down_proj", "model.layers.0.mlp.experts.gate_up_proj"
     one_lacks = stacked_tensors(first)
     del one_lacks[down]
-    with pytest.raises(RefitError, match=f"as they were: {down}. The policy"):
+    with pytest.raises(RefitError, match=f"of the engine: {down}. The policy"):
         send_weights(engine, one_lacks, 2**30)
     wider = stacked_tensors(first) | {gate_up: torch.zeros(4, 96, 65)}
     with pytest.raises(RefitError, match=rf"{gate_up}: its shape is \[4, 96, 65\] instead of \[4, 96, 64\]"):
