@@ -1,25 +1,18 @@
-"""One refit, seen from the process that drives policy and engine.
+"""One refit, seen from the process that drives policy and engine; docs/design/refit.md has the reasons.
 
-1. `offload_before_refit`: everything of the policy but its weights leaves the device. Meanwhile the engine wakes its
-   weights; its KV cache sleeps on, since the policy's weights need the room. While the engine waits for room, the
-   policy releases memory to the CUDA driver as copies finish. The engine also waits for as much as sending took in
-   earlier refits, which the policy allocates next: without it torch's allocator would release its whole cache, which
-   waits for copies. Given that room, the policy fills the first buckets while the engine maps its memory, and starts no
-   more copies out, because mapping waits for all that run. In the first refit the need of sending is unknown, and the
-   policy waits until the engine is awake.
+1. `offload_before_refit`: everything of the policy but its weights leaves the device. Meanwhile the engine waits for
+   room for its weights, and for what sending took in earlier refits, while the policy releases memory as copies finish.
+   Given that room, the policy fills the first buckets while the engine maps its memory, and starts no more copies out,
+   because mapping waits for all that run.
 2. Buckets: while the engine copies bucket i out of one buffer, the policy fills the other with bucket i + 1. A buffer
-   is refilled only after the load of its bucket has returned. Bucket i + 2 is requested right then, so that the policy
-   goes on without waiting for this process. Copies out go on once the engine has mapped both buffers. No memory is
-   released to the CUDA driver meanwhile, which would delay the next bucket.
+   is refilled only after the load of its bucket has returned. Bucket i + 2 is requested right then. Copies out go on
+   once the engine has mapped both buffers; no memory is released to the CUDA driver, which would delay buckets.
 3. `finish_refit`: the engine checks that every weight arrived and drops prefixes computed with the old weights.
-4. `offload_after_refit`: the policy's weights leave too, until there is room for the engine's share of the device; the
-   rest leaves during generation. Meanwhile the engine wakes its KV cache as soon as there is room. The rest starts to
-   leave once the engine is awake, or after a second if it still lacks room.
+4. `offload_after_refit`: the policy's weights leave too, until there is room for the engine's share; the rest leaves
+   during generation, from when the engine is awake, or after a second. Meanwhile the engine wakes its KV cache.
 
-Mapping memory takes the engine long, so it runs while the policy works. It cannot exceed the device's memory, because
-an engine waits for memory that is really free.
-
-A failure anywhere is raised at once and ends the refit. The engine then refuses to generate until a refit succeeds.
+An engine waits for memory that is really free, so it cannot exceed the device's. A failure anywhere is raised at once
+and ends the refit. The engine then refuses to generate until a refit succeeds.
 """
 
 from __future__ import annotations

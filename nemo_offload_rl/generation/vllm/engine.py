@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Sequence
+from functools import partial
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
@@ -31,10 +32,6 @@ class _Progress(tqdm):
         """Count a prompt whose responses have finished; vLLM calls it."""
         show_progress()
         return super().update(n)
-
-
-def _progress(*args: Any, **kwargs: Any) -> Any:
-    return _Progress(*args, **kwargs, file=StringIO(), mininterval=math.inf)
 
 
 class VllmEngine(VllmEngineBase):
@@ -82,7 +79,7 @@ class VllmEngine(VllmEngineBase):
             outputs = self._engine.generate(
                 [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts],
                 [sampling_params(sampling, num_samples, position) for position in range(len(prompts))],
-                use_tqdm=_progress,
+                use_tqdm=partial(_Progress, file=StringIO(), mininterval=math.inf),
             )
         return [[completion_from_output(sample) for sample in output.outputs] for output in outputs]
 
