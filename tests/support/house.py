@@ -28,9 +28,9 @@ SMALL_LINES = 60
 LIMITS = {
     "imports upward": 0,
     "circles of modules": 0,
-    "modules": 317,
-    "lines": 50940,
-    "modules under 60 lines with one importer": 8,
+    "modules": 314,
+    "lines": 50918,
+    "modules under 60 lines with one importer": 5,
 }
 
 
