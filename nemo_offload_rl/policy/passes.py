@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -39,54 +39,52 @@ class Passes:
         self._residency = residency
         self._is_alone = is_alone
 
-    def run[Batch: TokenBatch, Result](
+    def attempts(
         self,
         kind: PassKind,
-        micro_batches: Sequence[Batch],
-        run: Callable[[Sequence[Batch]], Result],
+        micro_batches: Sequence[TokenBatch],
         after_failure: Callable[[], None] = lambda: None,
-    ) -> Result:
-        """`run(micro_batches)`, perhaps twice.
+    ) -> Iterator[AbstractContextManager[object]]:
+        """Give a context to run a pass in, and another where it ran out of memory and has to be run again.
 
         Args:
             kind: What the pass does.
             micro_batches: What the pass goes over.
-            run: The pass.
             after_failure: Undoes what a failed pass has left behind, before it is run again.
 
         Raises:
             UserError: Memory ran out, and nothing can be offloaded to run the pass again.
         """
         if not micro_batches:
-            return run(micro_batches)
+            yield nullcontext()
+            return
         packs = self._settings.sequence_packing.enabled
         largest = max(micro_batches, key=lambda batch: batch.num_tokens(packed=packs))
         num_tokens = largest.num_tokens(packed=packs)
         self._residency.expect_work(kind, num_tokens)
         work = f"a {kind} pass over micro-batches of up to {num_tokens} tokens"
         advice = self._advice(kind, is_divisible=len(largest) > largest.rows_per_group)
-        try:
-            return run(micro_batches)
-        except (torch.OutOfMemoryError, DeviceOutOfMemoryError) as error:
-            held = held_on_device(self._residency)
-            num_bytes = 0
-            if self._is_alone:
-                after_failure()
-                num_bytes = self._residency.evict()
-            if not num_bytes:
-                raise _refusal(self._residency, work, held, error, advice) from error
-            phase = self._residency.phase.value if self._residency.phase else "start"
-            logger.warning(
-                "out of memory in a pass of phase %s (%s); it is run again without %.2f GiB on the device that it does "
-                "not read",
-                phase,
-                _in_one_line(error),
-                num_bytes / _GIB,
-            )
-        # Outside of the handler: the error's traceback holds the failed pass's tensors.
+        first = _OutOfMemory()
+        yield first
+        if first.error is None:
+            return
+        held = held_on_device(self._residency)
+        num_bytes = 0
+        if self._is_alone:
+            after_failure()
+            num_bytes = self._residency.evict()
+        if not num_bytes:
+            raise _refusal(self._residency, work, held, first.error, advice) from first.error
+        logger.warning(
+            "out of memory in a pass of phase %s (%s); it is run again without %.2f GiB on the device that it does not "
+            "read",
+            self._residency.phase.value if self._residency.phase else "start",
+            _in_one_line(first.error),
+            num_bytes / _GIB,
+        )
+        first.error = None  # its traceback holds the failed pass's tensors
         gc.collect()
-        with told_out_of_memory(self._residency, work, advice):
-            return run(micro_batches)
+        yield told_out_of_memory(self._residency, work, advice)
 
     def _advice(self, kind: PassKind, *, is_divisible: bool) -> str:
         """Keys with which a pass of this kind takes less of the device."""
@@ -123,6 +121,20 @@ class Passes:
         if backend.streamed_share > 0 or backend.keeps_optimizer_on_host:
             return []
         return [f"set {backend.streaming_section}.offload_optimizer_states=true"]
+
+
+class _OutOfMemory:
+    """Keeps the error of a body that runs out of the device's memory."""
+
+    error: torch.OutOfMemoryError | DeviceOutOfMemoryError | None = None
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> bool:
+        if isinstance(error, (torch.OutOfMemoryError, DeviceOutOfMemoryError)):
+            self.error = error
+        return self.error is not None
 
 
 @contextmanager

@@ -10,15 +10,13 @@ time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from nemo_offload_rl.backends.factory import build_teacher
-from nemo_offload_rl.data.batch import TokenBatch
 from nemo_offload_rl.keys.worker import TeacherSettings
 from nemo_offload_rl.protocols.backend import FrozenModel, PolicyBackend, ProcessInfo
-from nemo_offload_rl.protocols.scoring import Reader, TeacherHead
+from nemo_offload_rl.protocols.scoring import TeacherHead
 from nemo_offload_rl.residency import TEACHER_HEAD, StateGroup, TensorGroup, aligned, unique_storages
 
 
@@ -54,10 +52,6 @@ class Teacher:
             row = group.name.partition(".")[0]
             sizes[row] = sizes.get(row, 0) + sum(aligned(record.storage.nbytes()) for record in storages)
         return sizes
-
-    def read(self, micro_batches: Sequence[TokenBatch], reader: Reader) -> list[Any]:
-        """What a reader gives of each micro-batch, on the CPU."""
-        return self.model.read(micro_batches, reader)
 
     def close(self) -> None:
         """Give memory back."""

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -173,7 +173,7 @@ class PolicyWorker:
             loss_fn: See `LossFn`.
             global_rows: In the place of `train_global_batch_size`; None for that.
         """
-        rows_per_step = self._rows_per_step(global_rows)
+        rows_per_step = (global_rows or self._settings.train_global_batch_size) // self._backend.rank_info.dp_size
         if len(batch) % rows_per_step or not len(batch):
             raise ConfigError(
                 f"A training batch has {len(batch)} rows on each data-parallel rank, which are no whole global batches "
@@ -196,15 +196,6 @@ class PolicyWorker:
             warn_of_skipped(result)
         return result
 
-    def _rows_per_step(self, global_rows: int | None) -> int:
-        dp_size, global_rows = self._backend.rank_info.dp_size, global_rows or self._settings.train_global_batch_size
-        if global_rows % dp_size:
-            raise ConfigError(
-                f"policy.train_global_batch_size={global_rows} does not divide by the {dp_size} data-parallel ranks; "
-                "make it a multiple."
-            )
-        return global_rows // dp_size
-
     def forward_backward(self, batch: TrainBatch, loss_fn: LossFn) -> tuple[float, dict[str, float]]:
         """Gradients of one global batch (this rank's rows of it); opens a training step.
 
@@ -212,22 +203,22 @@ class PolicyWorker:
             The loss and metrics of the global batch.
         """
         self._require("forward_backward", Phase.TRAINING)
-        plan = self._micro_batches(batch, is_training=True, size=self._settings.train_micro_batch_size)
-        micro_batches = self._trim([batch.select(rows) for rows in plan])
+        _, micro_batches = self._micro_batches(batch, is_training=True, size=self._settings.train_micro_batch_size)
         norm = self._loss_norm(batch)
         pace = TrainingPace(self.residency, len(micro_batches))
+        loss, metrics = 0.0, dict[str, float]()
         self.residency.step_opened()
         try:
-            return self._passes.run(
-                PassKind.TRAINING,
-                micro_batches,
-                lambda batches: self._backend.forward_backward(batches, loss_fn, norm, pace.before_micro_batch),
-                # Part of the gradients is there; using them would be a wrong step.
-                after_failure=self._backend.drop_grads,
-            )
+            # Of a failed pass a part of the gradients is there; using them would be a wrong step.
+            for attempt in self._passes.attempts(PassKind.TRAINING, micro_batches, self._backend.drop_grads):
+                with attempt:
+                    loss, metrics = self._backend.forward_backward(
+                        micro_batches, loss_fn, norm, pace.before_micro_batch
+                    )
         except BaseException:
             self.zero_grad()
             raise
+        return loss, metrics
 
     def optim_step(self, *, before_refit: bool = False) -> StepResult:
         """Use the gradients, or skip the update where they are not finite; closes the training step.
@@ -263,11 +254,12 @@ class PolicyWorker:
         """
         self._require("evaluate", Phase.TRAINING, Phase.LP_INFERENCE)
         size = micro_batch_size or self._settings.train_micro_batch_size
-        rows_of_each = self._micro_batches(batch, is_training=True, size=size)
-        micro_batches, norm = self._trim([batch.select(rows) for rows in rows_of_each]), self._loss_norm(batch)
-        loss, metrics = self._passes.run(
-            PassKind.EVALUATION, micro_batches, lambda batches: self._backend.evaluate(batches, loss_fn, norm)
-        )
+        _, micro_batches = self._micro_batches(batch, is_training=True, size=size)
+        norm = self._loss_norm(batch)
+        loss, metrics = 0.0, dict[str, float]()
+        for attempt in self._passes.attempts(PassKind.EVALUATION, micro_batches):
+            with attempt:
+                loss, metrics = self._backend.evaluate(micro_batches, loss_fn, norm)
         return TrainResult([loss], [0.0], [0.0], {name: [value] for name, value in metrics.items()})
 
     def _loss_norm(self, batch: TrainBatch) -> LossNorm:
@@ -287,21 +279,25 @@ class PolicyWorker:
             [B, S] float32 on the CPU; column 0, padding and what is not computed are 0.
         """
         self._require("get_logprobs", Phase.LP_INFERENCE, Phase.TRAINING)
-        return self._logprobs(batch, counted_only=counted_only, whole=False)
-
-    def _logprobs(self, batch: TokenBatch, *, counted_only: bool, whole: bool) -> Tensor:
         batch = logprob_inputs(batch, counted_only=counted_only)
-        plan = self._micro_batches(batch, is_training=False, size=self._settings.logprob_batch_size)
-        micro_batches = self._trim([batch.select(rows) for rows in plan])
-        kind = PassKind.REFERENCE if whole else PassKind.LOGPROBS
-        found = self._passes.run(kind, micro_batches, partial(self._backend.logprobs, whole=whole))
+        plan, micro_batches = self._micro_batches(batch, is_training=False, size=self._settings.logprob_batch_size)
+        found: list[Tensor] = []
+        for attempt in self._passes.attempts(PassKind.LOGPROBS, micro_batches):
+            with attempt:
+                found = self._backend.logprobs(micro_batches)
         return in_rows_of(batch, plan, found)
 
     def get_reference_logprobs(self, batch: TokenBatch, counted_only: bool = False) -> Tensor:
         """Over the whole vocabulary, under the frozen initial parameters; the policy's are back after it."""
         self._require("get_reference_logprobs", Phase.LP_INFERENCE, Phase.TRAINING)
+        batch = logprob_inputs(batch, counted_only=counted_only)
+        plan, micro_batches = self._micro_batches(batch, is_training=False, size=self._settings.logprob_batch_size)
+        found: list[Tensor] = []
         with self.residency.swapped_in(REFERENCE):
-            return self._logprobs(batch, counted_only=counted_only, whole=True)
+            for attempt in self._passes.attempts(PassKind.REFERENCE, micro_batches):
+                with attempt:
+                    found = self._backend.logprobs(micro_batches, whole=True)
+        return in_rows_of(batch, plan, found)
 
     # -- the teacher -----------------------------------------------------------------------------------------------
 
@@ -321,17 +317,25 @@ class PolicyWorker:
         plan = micro_batch_rows(
             settings, inputs, teacher.model.all_reduce_max, is_training=False, size=settings.logprob_batch_size
         )
-        micro_batches = self._trim([inputs.select(rows) for rows in plan])
-        found = self._passes.run(PassKind.TEACHER, micro_batches, lambda batches: teacher.read(batches, reader))
+        micro_batches = self._trimmed(inputs, plan)
+        found: list[Any] = []
+        for attempt in self._passes.attempts(PassKind.TEACHER, micro_batches):
+            with attempt:
+                found = teacher.model.read(micro_batches, reader)
         return tuple(in_rows_of(inputs, plan, pieces) for pieces in zip(*found, strict=True))
 
     # -- micro-batches ---------------------------------------------------------------------------------------------
 
-    def _micro_batches(self, batch: TokenBatch, *, is_training: bool, size: int) -> list[list[int]]:
-        return micro_batch_rows(self._settings, batch, self._backend.all_reduce_max, is_training=is_training, size=size)
+    def _micro_batches[Batch: TokenBatch](
+        self, batch: Batch, *, is_training: bool, size: int
+    ) -> tuple[list[list[int]], list[Batch]]:
+        """Rows of each micro-batch, and the micro-batches."""
+        plan = micro_batch_rows(self._settings, batch, self._backend.all_reduce_max, is_training=is_training, size=size)
+        return plan, self._trimmed(batch, plan)
 
-    def _trim[Batch: TokenBatch](self, batches: Sequence[Batch]) -> list[Batch]:
-        return [batch.trim(self._settings.make_sequence_length_divisible_by) for batch in batches]
+    def _trimmed[Batch: TokenBatch](self, batch: Batch, plan: Sequence[Sequence[int]]) -> list[Batch]:
+        multiple = self._settings.make_sequence_length_divisible_by
+        return [batch.select(rows).trim(multiple) for rows in plan]
 
     # -- refit -----------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,9 @@
 """What comes to the device early takes no memory that a pass turns out to need."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -86,6 +88,12 @@ def passes_of(manager: ResidencyManager, *, is_alone: bool = True, **changes: ob
     return Passes(make_settings("a-model", **changes), manager, is_alone=is_alone)
 
 
+def run_pass(passes: Passes, kind: PassKind, micro_batches: list[TokenBatch], run: Callable[[], object]) -> None:
+    for attempt in passes.attempts(kind, micro_batches):
+        with attempt:
+            run()
+
+
 @pytest.mark.parametrize("is_alone", [True, False], ids=["one rank", "several ranks"])
 @pytest.mark.parametrize("is_announced", [True, False], ids=["by its tokens", "by failing"])
 def test_a_larger_pass_than_those_before_finds_the_room_that_it_has_without_prefetching(
@@ -95,12 +103,12 @@ def test_a_larger_pass_than_those_before_finds_the_room_that_it_has_without_pref
     passes = passes_of(manager, is_alone=is_alone)
     ran = []
 
-    def run(batches):
+    def run():
         device.run_pass(40 if len(ran) < 2 else 100)
         ran.append(manager.location("optimizer"))
 
     def attempt(num_bytes: int) -> None:
-        passes.run(PassKind.LOGPROBS, [rows_of(num_bytes if is_announced else 1)], run)
+        run_pass(passes, PassKind.LOGPROBS, [rows_of(num_bytes if is_announced else 1)], run)
 
     for num_bytes in (40, 40):
         next_logprobs(manager)
@@ -127,14 +135,14 @@ def test_a_pass_that_fits_nowhere_is_tried_twice_and_once_where_nothing_could_le
     manager, device, _ = make_manager(160, monkeypatch)
     tries = []
 
-    def run(batches):
-        tries.append(len(batches))
+    def run():
+        tries.append(1)
         device.run_pass(130)
 
     manager.enter(Phase.TRAINING)
     for num_tries in (2, 3):
         with pytest.raises(UserError, match="for a pass"):
-            passes_of(manager).run(PassKind.TRAINING, [rows_of(1)], run)
+            run_pass(passes_of(manager), PassKind.TRAINING, [rows_of(1)], run)
         assert len(tries) == num_tries
 
 
@@ -146,10 +154,9 @@ def test_a_pass_without_room_ends_with_its_phase_its_tokens_what_was_held_and_th
     held = "params 40.00 GiB, optimizer 80.00 GiB on it (130 bytes for a pass, 40"
     if is_alone:  # the optimizer was offloaded, and the pass was run again
         held = "params 40.00 GiB on it (130 bytes for a pass, 120"
+    passes = passes_of(manager, is_alone=is_alone, logprob_chunk_size=None)
     with pytest.raises(UserError) as raised:
-        passes_of(manager, is_alone=is_alone, logprob_chunk_size=None).run(
-            PassKind.REFERENCE, [rows_of(5, 3), rows_of(7, 1)], lambda _: device.run_pass(130)
-        )
+        run_pass(passes, PassKind.REFERENCE, [rows_of(5, 3), rows_of(7, 1)], lambda: device.run_pass(130))
     assert str(raised.value) == (
         "out of memory on the device in phase lp_inference, in a reference logprobs pass over micro-batches of up to "
         f"14 tokens, with {held} are free); lower policy.logprob_batch_size, or set policy.logprob_chunk_size=1024, "
@@ -175,7 +182,7 @@ def test_what_is_advised_against_a_lack_of_memory_is_about_that_kind_of_pass(
     manager.enter(Phase.LP_INFERENCE)
     passes = passes_of(manager, logprob_chunk_size=64, **changes)
     with pytest.raises(UserError) as raised:
-        passes.run(kind, [rows_of(*lengths)], lambda _: device.run_pass(1000))
+        run_pass(passes, kind, [rows_of(*lengths)], lambda: device.run_pass(1000))
     assert f"are free); {advice}" in str(raised.value)
 
 
@@ -186,7 +193,7 @@ def test_a_pass_over_packed_rows_is_as_large_as_their_real_tokens(monkeypatch):
     for batch in (rows_of(16, *[2] * 7), rows_of(16, *[2] * 7), rows_of(50, 50)):
         next_logprobs(manager)
         num_tokens = int(batch.input_lengths.sum())
-        passes.run(PassKind.LOGPROBS, [batch], lambda _, num_bytes=num_tokens: device.run_pass(num_bytes))
+        run_pass(passes, PassKind.LOGPROBS, [batch], partial(device.run_pass, num_tokens))
         places = manager.location("optimizer")
     assert places is Placement.HOST  # it made way
 
