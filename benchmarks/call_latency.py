@@ -35,12 +35,12 @@ class Nothing:
 def by_object_store(group: RayWorkerGroup) -> None:
     """A call whose arguments each worker fetches."""
     arguments = ray.put(((), {}))
-    group.join(PendingCall("rest", tuple(actor.call.remote("rest", arguments) for actor in group._actors)))
+    group._results(PendingCall("rest", tuple(actor.call.remote("rest", arguments) for actor in group._actors)))
 
 
 def with_call(group: RayWorkerGroup) -> None:
     """A call as the trainers make it."""
-    group.run_all("rest")
+    group.run_all(Nothing.rest)
 
 
 WAYS = {"with the call": with_call, "by the object store": by_object_store}

@@ -11,13 +11,14 @@ from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster
 from nemo_offload_rl.distributed.worker_group import RayWorkerGroup, WorkerSpec
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.generation.served_rollouts import ServedCall
+from nemo_offload_rl.generation.vllm.async_engine import AsyncVllmEngine
+from nemo_offload_rl.generation.vllm.engine import VllmEngine
 from nemo_offload_rl.generation.vllm.engine_args import vllm_env
 from nemo_offload_rl.keys.engine import VllmSettings
 from nemo_offload_rl.keys.generation import SamplingSettings
 from nemo_offload_rl.protocols.engine import Completion
 from nemo_offload_rl.protocols.refit import RefitGroupAddress, WeightBucket
 
-_PACKAGE = "nemo_offload_rl.generation.vllm"
 _MAX_REQUESTS_IN_FLIGHT = 256
 
 
@@ -43,10 +44,10 @@ class RayGenerationEngine:
                 f"policy.generation.vllm_cfg.tensor_parallel_size={tp_size} does not divide a host's "
                 f"{cluster.settings.workers_per_node} devices, and one engine stays on one host; choose a divisor"
             )
-        name = "async_engine:AsyncVllmEngine" if settings.async_engine else "engine:VllmEngine"
+        kind = AsyncVllmEngine if settings.async_engine else VllmEngine
         spec = WorkerSpec(
             name="vllm",
-            factory=f"{_PACKAGE}.{name}",
+            factory=f"{kind.__module__}:{kind.__name__}",
             per_rank_kwargs=[{"settings": _of_engine(settings, i)} for i in range(num_engines)],
             env_vars={**vllm_env(device_type), "RANK": "0", "WORLD_SIZE": "1", **(env_vars or {})},
             num_workers=num_engines,
@@ -82,29 +83,33 @@ class RayGenerationEngine:
         for start, end in bounds:
             seed = None if sampling.seed is None else sampling.seed + start * num_samples
             shares.append((list(prompts[start:end]), replace(sampling, seed=seed), num_samples))
-        return [completions for share in self._group.run_each("generate", shares) for completions in share]
+        return [completions for share in self._group.run_each(VllmEngine.generate, shares) for completions in share]
 
     async def generate_async(
         self, prompt: Sequence[int], sampling: SamplingSettings, num_samples: int = 1
     ) -> list[Completion]:
         """Completions of one prompt from the next engine in turn; needs `async_engine` to overlap with others."""
-        results = await self._group.run_one(next(self._turn), "generate", [list(prompt)], sampling, num_samples)
+        results = await self._group.run_one(
+            next(self._turn), VllmEngine.generate, [list(prompt)], sampling, num_samples
+        )
         return results[0]
 
     def open_rollouts(self, sampling: Sequence[SamplingSettings]) -> list[str]:
         """Open a rollout for each sampling, engine by engine in turn: the base URL of each for a client of OpenAI's."""
         names = [uuid.uuid4().hex for _ in sampling]
         size = self._group.world_size
-        urls = self._group.run_all("endpoint_url")
+        urls = self._group.run_all(AsyncVllmEngine.endpoint_url)
         shares = [dict(list(zip(names, sampling, strict=True))[engine::size]) for engine in range(size)]
-        self._group.run_each("open_rollouts", [(share,) for share in shares])
+        self._group.run_each(AsyncVllmEngine.open_rollouts, [(share,) for share in shares])
         return [f"{urls[index % size]}/rollouts/{name}/v1" for index, name in enumerate(names)]
 
     def take_rollouts(self, base_urls: Sequence[str]) -> list[list[ServedCall]]:
         """The calls of each rollout that `open_rollouts` opened, which are closed; the URLs as it returned them."""
         names = [url.split("/")[-2] for url in base_urls]
         size = self._group.world_size
-        answers = self._group.run_each("take_rollouts", [(names[engine::size],) for engine in range(size)])
+        answers = self._group.run_each(
+            AsyncVllmEngine.take_rollouts, [(names[engine::size],) for engine in range(size)]
+        )
         calls = {name: share for answer in answers for name, share in answer.items()}
         return [calls[name] for name in names]
 
@@ -116,39 +121,39 @@ class RayGenerationEngine:
     def join_refit_group(self, address: RefitGroupAddress) -> None:
         """Every device joins the communicator of refits, from rank 1 on; rank 0 is the policy's."""
         ranks = [1 + engine * self._tp_size for engine in range(self._group.world_size)]
-        self._group.run_each("join_refit_group", [(address, rank) for rank in ranks])
+        self._group.run_each(VllmEngine.join_refit_group, [(address, rank) for rank in ranks])
 
     def name_processes(self, names: Mapping[int, str]) -> None:
         """Name the processes that share the devices, for messages."""
-        self._group.run_all("name_processes", dict(names))
+        self._group.run_all(VllmEngine.name_processes, dict(names))
 
     def wait_for_room(self, tags: Sequence[str], beside_bytes: int = 0) -> bool:
         """See `GenerationEngine`; returns when there is room on every device."""
-        return all(self._group.run_all("wait_for_room", list(tags), beside_bytes))
+        return all(self._group.run_all(VllmEngine.wait_for_room, list(tags), beside_bytes))
 
     def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
         """See `GenerationEngine`."""
-        self._group.run_all("prepare_for_generation", None if tags is None else list(tags))
+        self._group.run_all(VllmEngine.prepare_for_generation, None if tags is None else list(tags))
 
     def finish_generation(self, discard_weights: bool) -> None:
         """See `GenerationEngine`."""
-        self._group.run_all("finish_generation", discard_weights)
+        self._group.run_all(VllmEngine.finish_generation, discard_weights)
 
     def load_bucket(self, bucket: WeightBucket) -> None:
         """See `GenerationEngine`; returns when every engine has copied the bucket."""
-        self._group.run_all("load_bucket", bucket)
+        self._group.run_all(VllmEngine.load_bucket, bucket)
 
     def finish_refit(self) -> None:
         """See `GenerationEngine`."""
-        self._group.run_all("finish_refit")
+        self._group.run_all(VllmEngine.finish_refit)
 
     def pause_generation(self, recompute_kv_cache: bool) -> None:
         """See `PausingEngine`; needs `async_engine`."""
-        self._group.run_all("pause_generation", recompute_kv_cache)
+        self._group.run_all(AsyncVllmEngine.pause_generation, recompute_kv_cache)
 
     def resume_generation(self) -> None:
         """See `PausingEngine`; needs `async_engine`."""
-        self._group.run_all("resume_generation")
+        self._group.run_all(AsyncVllmEngine.resume_generation)
 
     def shutdown(self) -> None:
         """See `GenerationEngine`."""

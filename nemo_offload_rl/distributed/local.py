@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nemo_offload_rl.keys.worker import PolicySettings, TeacherSettings
     from nemo_offload_rl.policy.policy import Policy
+    from nemo_offload_rl.protocols.loss import Method
 
 
 def start_local_policy(
@@ -39,17 +40,16 @@ class LocalWorkerGroup:
         """Always 1."""
         return 1
 
-    def run_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        return [getattr(self._worker, method)(*args, **kwargs)]
+    def run_all[**P, R](self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        return [getattr(self._worker, method.__name__)(*args, **kwargs)]
 
-    def run_each(self, method: str, per_rank_args: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def run_each[*Args, R](self, method: Callable[[Any, *Args], R], per_rank_args: Sequence[tuple[*Args]]) -> list[R]:
         (args,) = per_rank_args
-        return self.run_all(method, *args)
+        return [getattr(self._worker, method.__name__)(*args)]
 
-    start_all = run_all
-
-    def join(self, handle: list[Any]) -> list[Any]:
-        return handle
+    def start_all[**P, R](self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> Callable[[], list[R]]:
+        results = self.run_all(method, *args, **kwargs)
+        return lambda: results
 
     def settle(self, timeout_s: float) -> bool:
         return True

@@ -14,9 +14,10 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,6 +31,7 @@ from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster
 from nemo_offload_rl.distributed.watch import TICK_S, CallTimes, CallWatch
 from nemo_offload_rl.errors import UserError, WorkerDiedError, WorkerHungError
 from nemo_offload_rl.memory.ray_memory import killed_by_kernel, killed_by_monitor, oom_kills_at_first
+from nemo_offload_rl.protocols.loss import Method
 from nemo_offload_rl.residency import DeviceOutOfMemoryError
 
 logger = logging.getLogger(__name__)
@@ -74,14 +76,14 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class PendingCall:
-    """A call on its way; made by `start_all`, used up by `join`."""
+    """A call on its way."""
 
     method: str
     refs: tuple[Any, ...]
 
 
 class RayWorkerGroup:
-    """Implements `policy.interfaces.WorkerGroup`.
+    """Implements `WorkerGroup`.
 
     Every worker finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment. With GPUs it sees
     the devices of its slots only, so LOCAL_RANK is 0 there; on CPU LOCAL_RANK counts the workers of a host.
@@ -157,7 +159,7 @@ class RayWorkerGroup:
             raise RuntimeError(f"The {self._spec.name} workers were shut down")
         building, self._building = self._building, None
         if building is not None:
-            self.join(building)
+            self._results(building)
 
     def pids(self) -> list[int]:
         """Process ids by rank, each on its own host."""
@@ -168,47 +170,49 @@ class RayWorkerGroup:
         self.wait_until_ready()
         return [location.pid for location in self._local_locations().values()]
 
-    def run_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+    def run_all[**P, R](self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """See `WorkerGroup`."""
-        return self.join(self.start_all(method, *args, **kwargs))
+        return self.start_all(method, *args, **kwargs)()
 
-    def run_each(self, method: str, per_rank_args: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def run_each[*Args, R](self, method: Callable[[Any, *Args], R], per_rank_args: Sequence[tuple[*Args]]) -> list[R]:
         """See `WorkerGroup`."""
         self.wait_until_ready()
+        name = method.__name__
         if len(per_rank_args) != self.world_size:
-            raise ValueError(f"{method}: {len(per_rank_args)} sets of arguments for {self.world_size} ranks")
+            raise ValueError(f"{name}: {len(per_rank_args)} sets of arguments for {self.world_size} ranks")
         refs = [
-            actor.call.remote(method, (tuple(args), {}))
-            for actor, args in zip(self._actors, per_rank_args, strict=True)
+            actor.call.remote(name, (tuple(args), {})) for actor, args in zip(self._actors, per_rank_args, strict=True)
         ]
-        return self.join(PendingCall(method, tuple(refs)))
+        return self._results(PendingCall(name, tuple(refs)))
 
-    async def run_one(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
+    async def run_one[**P, R](self, rank: int, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call `method` on one rank without blocking the event loop."""
         self.wait_until_ready()
-        answer = asyncio.wrap_future(self._actors[rank].call.remote(method, (args, kwargs)).future())
-        watch = self._watch(method)
+        name = method.__name__
+        answer = asyncio.wrap_future(self._actors[rank].call.remote(name, (args, kwargs)).future())
+        watch = self._watch(name)
         while not (await asyncio.wait([answer], timeout=TICK_S))[0]:
             self._tick(watch, [rank])
         watch.answered()
         try:
             outcome = answer.result()
         except RayError as error:
-            raise original_error(error, self._label_with_host(rank), method) from None
+            raise original_error(error, self._label_with_host(rank), name) from None
         return self._values({rank: outcome})[0]
 
-    def start_all(self, method: str, *args: Any, **kwargs: Any) -> PendingCall:
+    def start_all[**P, R](self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> Callable[[], list[R]]:
         """See `WorkerGroup`.
 
         Arguments travel with the call; Ray puts those above 100 kB into its object store. A `ray.put` once for all
         ranks makes a small call take nearly twice as long (benchmarks/call_latency.py).
         """
         self.wait_until_ready()
-        return PendingCall(method, tuple(actor.call.remote(method, (args, kwargs)) for actor in self._actors))
+        refs = tuple(actor.call.remote(method.__name__, (args, kwargs)) for actor in self._actors)
+        return partial(self._results, PendingCall(method.__name__, refs))
 
-    def join(self, handle: PendingCall) -> list[Any]:
-        """See `WorkerGroup`; also logs warnings of the workers."""
-        return self._values(dict(enumerate(self._collect(handle))))
+    def _results(self, call: PendingCall) -> list[Any]:
+        """Wait for a call, and log the warnings of the workers."""
+        return self._values(dict(enumerate(self._collect(call))))
 
     def settle(self, timeout_s: float) -> bool:
         """See `WorkerGroup`; also False if a worker has died."""

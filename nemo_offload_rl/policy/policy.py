@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from nemo_offload_rl.data.batch import TokenBatch, TrainBatch, logprob_inputs
 from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.keys.backend import ModelParallel
 from nemo_offload_rl.keys.worker import PolicySettings, TeacherSettings
 from nemo_offload_rl.policy.skipped_updates import ZeroGradients
+from nemo_offload_rl.policy.worker import PolicyWorker
 from nemo_offload_rl.protocols.loss import LossFn, TrainResult, WorkerGroup
 from nemo_offload_rl.protocols.refit import RefitGroupAddress, WeightBucket
 from nemo_offload_rl.residency import TransitionReport
@@ -66,6 +67,31 @@ def _num_bytes(path: Path) -> int:
     return path.stat().st_size if path.is_file() else 0
 
 
+class _Ranks:
+    """Who gets which rows: ranks that share a data-parallel rank get the same, and answer the same.
+
+    Args:
+        parallel: How the model is spread over ranks.
+        world_size: All ranks.
+    """
+
+    def __init__(self, parallel: ModelParallel, world_size: int) -> None:
+        self.dp_size = world_size // parallel.ranks_per_copy
+        self._dp_ranks = [parallel.data_parallel_rank(rank, world_size) for rank in range(world_size)]
+
+    def deal[Batch: TokenBatch](self, batch: Batch, rows_per_step: int | None = None) -> list[Batch]:
+        """Rows by rank, of global batches of so many rows, or of one that is filled up to a multiple of the ranks."""
+        if rows_per_step is None:
+            batch = pad_rows(batch, self.dp_size)
+        shares = deal_rows(len(batch), rows_per_step or len(batch), self.dp_size)
+        shards = [batch.select(rows) for rows in shares]
+        return [shards[dp_rank] for dp_rank in self._dp_ranks]
+
+    def each_once[Result](self, results: Sequence[Result]) -> list[Result]:
+        """Results by data-parallel rank from those by rank."""
+        return [results[self._dp_ranks.index(dp_rank)] for dp_rank in range(self.dp_size)]
+
+
 class Policy:
     """Driver side of the policy workers.
 
@@ -87,8 +113,7 @@ class Policy:
             )
         self._group = group
         self._settings = settings
-        self._dp_size = world_size // parallel.ranks_per_copy
-        self._dp_ranks = [parallel.data_parallel_rank(rank, world_size) for rank in range(world_size)]
+        self._ranks = _Ranks(parallel, world_size)
         self._teacher = teacher
         self._zero_gradients = ZeroGradients()
 
@@ -96,39 +121,39 @@ class Policy:
 
     def prepare_for_training(self) -> list[TransitionReport]:
         """See `PolicyWorker`; one report by rank."""
-        return self._group.run_all("prepare_for_training")
+        return self._group.run_all(PolicyWorker.prepare_for_training)
 
     def prepare_for_lp_inference(self) -> list[TransitionReport]:
         """See `PolicyWorker`; one report by rank."""
-        return self._group.run_all("prepare_for_lp_inference")
+        return self._group.run_all(PolicyWorker.prepare_for_lp_inference)
 
     def prepare_for_teacher(self) -> list[TransitionReport]:
         """See `PolicyWorker`; one report by rank."""
-        return self._group.run_all("prepare_for_teacher")
+        return self._group.run_all(PolicyWorker.prepare_for_teacher)
 
     def offload_before_refit(self) -> list[TransitionReport]:
         """See `PolicyWorker`; one report by rank."""
-        return self._group.run_all("offload_before_refit")
+        return self._group.run_all(PolicyWorker.offload_before_refit)
 
     def release_memory(self, to_driver: bool = True) -> None:
         """See `PolicyWorker`."""
-        self._group.run_all("release_memory", to_driver)
+        self._group.run_all(PolicyWorker.release_memory, to_driver)
 
     def offload_after_refit(self, wait_for_all: bool = True) -> list[TransitionReport]:
         """See `PolicyWorker`; one report by rank."""
-        return self._group.run_all("offload_after_refit", wait_for_all)
+        return self._group.run_all(PolicyWorker.offload_after_refit, wait_for_all)
 
     def finish_leaving(self) -> None:
         """See `PolicyWorker`; beside the caller, who does not wait for it. If it fails, the next call fails."""
-        self._group.start_all("finish_leaving")
+        self._group.start_all(PolicyWorker.finish_leaving)
 
     def residency_plan(self) -> str:
         """The resolved plan of rank 0 as a table with sizes; the other ranks have the same."""
-        return self._group.run_all("residency_plan")[0]
+        return self._group.run_all(PolicyWorker.residency_plan)[0]
 
     def residency_reports(self) -> list[list[TransitionReport]]:
         """Transitions since the last call, by rank."""
-        return self._group.run_all("residency_reports")
+        return self._group.run_all(PolicyWorker.residency_reports)
 
     # -- compute ---------------------------------------------------------------------------------------------------
 
@@ -148,95 +173,79 @@ class Policy:
         Raises:
             ConfigError: The rows are no whole global batches, or those do not divide by the data-parallel ranks.
         """
-        result = self._train(batch, loss_fn, updates)
-        self._zero_gradients.count(batch, result)
-        return result
-
-    def _train(self, batch: TrainBatch, loss_fn: LossFn, updates: Sequence[Tensor] | None) -> TrainResult:
+        rows, dp_size = self._settings.train_global_batch_size, self._ranks.dp_size
         if updates is not None:
-            size = max(map(len, updates))
-            size += -size % self._dp_size
-            batch = _concatenated([pad_rows(batch.select(rows), size) for rows in updates])
-            return self._run_sharded("train", batch, deal_rows(len(batch), size, self._dp_size), loss_fn, size)[0]
-        rows = self._settings.train_global_batch_size
-        if len(batch) % rows or not len(batch):
+            rows = max(map(len, updates))
+            rows += -rows % dp_size
+            dealt = _concatenated([pad_rows(batch.select(update), rows) for update in updates])
+        elif len(batch) % rows or not len(batch):
             raise ConfigError(
                 f"A training batch of {len(batch)} rows is no multiple of policy.train_global_batch_size={rows}; "
                 "change one of them."
             )
-        if rows % self._dp_size:
+        elif rows % dp_size:
             raise ConfigError(
-                f"policy.train_global_batch_size={rows} does not divide by the {self._dp_size} data-parallel ranks; "
-                "make it a multiple."
+                f"policy.train_global_batch_size={rows} does not divide by the {dp_size} data-parallel ranks; make it "
+                "a multiple."
             )
-        return self._run_sharded("train", batch, deal_rows(len(batch), rows, self._dp_size), loss_fn)[0]
+        else:
+            dealt = batch
+        calls = [(shard, loss_fn, rows) for shard in self._ranks.deal(dealt, rows)]
+        result = self._group.run_each(PolicyWorker.train, calls)[0]
+        self._zero_gradients.count(batch, result)
+        return result
 
     def evaluate(self, batch: TrainBatch, loss_fn: LossFn, micro_batch_size: int | None = None) -> TrainResult:
         """The loss of the whole batch as one global batch, without gradients; see `PolicyWorker`."""
-        padded = pad_rows(batch, self._dp_size)
-        rows = deal_rows(len(padded), len(padded), self._dp_size)
-        return self._run_sharded("evaluate", padded, rows, loss_fn, micro_batch_size)[0]
+        calls = [(shard, loss_fn, micro_batch_size) for shard in self._ranks.deal(batch)]
+        return self._group.run_each(PolicyWorker.evaluate, calls)[0]
 
     def get_logprobs(self, batch: TokenBatch, *, counted_only: bool = False) -> Tensor:
         """[B, S] float32 logprobs under the policy, rows as in `batch`; column 0 and padding are 0.
 
         With `counted_only`, of a `TrainBatch`, the others that its loss does not count are 0 too, and cost no logits.
         """
-        return self._logprobs("get_logprobs", batch, counted_only)
+        # Only what a logprob needs travels: a training batch has up to five more tensors of this size.
+        shards = self._ranks.deal(logprob_inputs(batch, counted_only=counted_only))
+        found = self._group.run_each(PolicyWorker.get_logprobs, [(shard, counted_only) for shard in shards])
+        return torch.cat(self._ranks.each_once(found))[: len(batch)]
 
     def get_reference_logprobs(self, batch: TokenBatch, *, counted_only: bool = False) -> Tensor:
         """The same under the frozen initial parameters."""
-        return self._logprobs("get_reference_logprobs", batch, counted_only)
+        shards = self._ranks.deal(logprob_inputs(batch, counted_only=counted_only))
+        found = self._group.run_each(PolicyWorker.get_reference_logprobs, [(shard, counted_only) for shard in shards])
+        return torch.cat(self._ranks.each_once(found))[: len(batch)]
 
     def read_teacher(self, batch: TrainBatch) -> tuple[Tensor, ...]:
         """See `PolicyWorker`; rows as in `batch`."""
         assert self._teacher is not None, "the workers were made without a teacher"
-        parallel, world_size = self._teacher.model.backend.model_parallel, self._group.world_size
-        dp_ranks = [parallel.data_parallel_rank(rank, world_size) for rank in range(world_size)]
-        dp_size = max(dp_ranks) + 1
-        padded = pad_rows(logprob_inputs(batch, counted_only=True), dp_size)
-        shards = [padded.select(rows) for rows in deal_rows(len(padded), len(padded), dp_size)]
-        results = self._group.run_each("read_teacher", [(shards[dp_rank],) for dp_rank in dp_ranks])
-        by_dp_rank = [results[dp_ranks.index(dp_rank)] for dp_rank in range(dp_size)]
-        return tuple(torch.cat(pieces)[: len(batch)] for pieces in zip(*by_dp_rank, strict=True))
-
-    def _logprobs(self, method: str, batch: TokenBatch, counted_only: bool) -> Tensor:
-        # Only what a logprob needs travels: a training batch has up to five more tensors of this size.
-        padded = pad_rows(logprob_inputs(batch, counted_only=counted_only), self._dp_size)
-        rows = deal_rows(len(padded), len(padded), self._dp_size)
-        pieces = self._run_sharded(method, padded, rows, counted_only)
-        return torch.cat(pieces)[: len(batch)]
-
-    def _run_sharded(
-        self, method: str, batch: TokenBatch, rows_by_dp: Sequence[Sequence[int]], *args: Any
-    ) -> list[Any]:
-        """Call `method` with each rank's rows; results by data-parallel rank (ranks of the same one give the same)."""
-        shards = [batch.select(rows) for rows in rows_by_dp]
-        results = self._group.run_each(method, [(shards[dp_rank], *args) for dp_rank in self._dp_ranks])
-        return [results[self._dp_ranks.index(dp_rank)] for dp_rank in range(self._dp_size)]
+        ranks = _Ranks(self._teacher.model.backend.model_parallel, self._group.world_size)
+        shards = ranks.deal(logprob_inputs(batch, counted_only=True))
+        found = ranks.each_once(self._group.run_each(PolicyWorker.read_teacher, [(shard,) for shard in shards]))
+        return tuple(torch.cat(pieces)[: len(batch)] for pieces in zip(*found, strict=True))
 
     # -- refit -----------------------------------------------------------------------------------------------------
 
     def join_refit_group(self, address: RefitGroupAddress) -> None:
         """Rank 0 joins the communicator of refits to engines on other devices, which join at the same time."""
-        self._group.run_all("join_refit_group", address)
+        self._group.run_all(PolicyWorker.join_refit_group, address)
 
     def refit_work_bytes(self) -> int:
         """See `PolicyWorker`; the most of all ranks."""
-        return max(self._group.run_all("refit_work_bytes"))
+        return max(self._group.run_all(PolicyWorker.refit_work_bytes))
 
     def start_refit(self) -> None:
         """Begin to send weights; an unfinished refit is dropped."""
-        self._group.run_all("start_refit")
+        self._group.run_all(PolicyWorker.start_refit)
 
     def request_bucket(self, starts_copies: bool = True) -> Callable[[], WeightBucket | None]:
         """Have every rank fill its next bucket; what this returns waits for it, and returns None after the last."""
-        handle = self._group.start_all("next_bucket", starts_copies)
-        return lambda: join_handles(self._group.join(handle))
+        buckets = self._group.start_all(PolicyWorker.next_bucket, starts_copies)
+        return lambda: join_handles(buckets())
 
     def abandon_refit(self) -> None:
         """The engines are gone: every rank abandons an unfinished refit and leaves their communicator."""
-        self._group.run_all("abandon_refit")
+        self._group.run_all(PolicyWorker.abandon_refit)
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -247,11 +256,11 @@ class Policy:
 
     def start_save(self, path: Path, in_background: bool) -> None:
         """Begin a save; in the background, training may go on until `finish_save` gives the folder its name."""
-        self._group.run_all("start_save", path, in_background)
+        self._group.run_all(PolicyWorker.start_save, path, in_background)
 
     def save_is_done(self) -> bool:
         """Whether every rank has written its part of the save under way, or failed to."""
-        return all(self._group.run_all("save_is_done"))
+        return all(self._group.run_all(PolicyWorker.save_is_done))
 
     def finish_save(self) -> dict[str, str]:
         """Wait for the save under way, if there is one; raises what kept it from being written.
@@ -259,7 +268,7 @@ class Policy:
         Returns:
             Checksum of each file by its path in the folder.
         """
-        return _merged(self._group.run_all("finish_save"))
+        return _merged(self._group.run_all(PolicyWorker.finish_save))
 
     def damaged_files(self, folder: Path, checksums: Mapping[str, str]) -> dict[str, str]:
         """Files that are not as they were written: what is wrong, by path. The ranks share them, largest first.
@@ -271,11 +280,11 @@ class Policy:
         sizes = {name: _num_bytes(folder / name) for name in checksums}
         names, num_ranks = sorted(sizes, key=lambda name: (-sizes[name], name)), self._group.world_size
         shares = [{name: checksums[name] for name in names[rank::num_ranks]} for rank in range(num_ranks)]
-        return _merged(self._group.run_each("damaged_files", [(folder, share) for share in shares]))
+        return _merged(self._group.run_each(PolicyWorker.damaged_files, [(folder, share) for share in shares]))
 
     def save_problem(self) -> str | None:
         """Why the state must not be saved, by the first rank that objects; see `PolicyWorker`."""
-        problems = self._group.run_all("save_problem")
+        problems = self._group.run_all(PolicyWorker.save_problem)
         return next((problem for problem in problems if problem is not None), None)
 
     def settle(self, timeout_s: float) -> bool:
@@ -284,7 +293,7 @@ class Policy:
 
     def load_checkpoint(self, path: Path) -> None:
         """Read what a save wrote."""
-        self._group.run_all("load_checkpoint", path)
+        self._group.run_all(PolicyWorker.load_checkpoint, path)
 
     def export_hf(self, path: Path) -> dict[str, str]:
         """Write a Hugging Face folder with the weights in the compute precision.
@@ -292,7 +301,7 @@ class Policy:
         Returns:
             Checksum of each file by its path in the folder.
         """
-        return _merged(self._group.run_all("export_hf", path))
+        return _merged(self._group.run_all(PolicyWorker.export_hf, path))
 
     def pids(self) -> list[int]:
         """The workers' process ids, by rank."""

@@ -301,7 +301,7 @@ class PolicyWorker:
 
     # -- the teacher -----------------------------------------------------------------------------------------------
 
-    def read_teacher(self, batch: TrainBatch) -> tuple[Tensor, ...]:
+    def read_teacher(self, batch: TokenBatch) -> tuple[Tensor, ...]:
         """What is known of the teacher's distribution before each token that the loss counts; 0 elsewhere.
 
         Returns:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Concatenate, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -157,10 +157,15 @@ class TrainResult:
     is_skipped: list[bool] = field(default_factory=list)
 
 
+type Method[**P, R] = Callable[Concatenate[Any, P], R]
+"""A method of a worker's class."""
+
+
 class WorkerGroup(Protocol):
     """All ranks of one kind of worker, in this process or behind Ray.
 
-    Errors of a worker are raised in the caller; a worker that died raises `WorkerDiedError`.
+    A method is given as that of the workers' class, such as `PolicyWorker.train`; workers of another class have one of
+    the same name. Errors of a worker are raised in the caller; a worker that died raises `WorkerDiedError`.
     """
 
     @property
@@ -168,20 +173,16 @@ class WorkerGroup(Protocol):
         """Number of workers."""
         ...
 
-    def run_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+    def run_all[**P, R](self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Call `method` with the same arguments on every rank and return the results by rank."""
         ...
 
-    def run_each(self, method: str, per_rank_args: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def run_each[*Args, R](self, method: Callable[[Any, *Args], R], per_rank_args: Sequence[tuple[*Args]]) -> list[R]:
         """Call `method` on rank i with `per_rank_args[i]` and return the results by rank."""
         ...
 
-    def start_all(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Like `run_all` but returns at once; pass what it returns to `join`."""
-        ...
-
-    def join(self, handle: Any) -> list[Any]:
-        """Wait for a `start_all` and return the results by rank."""
+    def start_all[**P, R](self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> Callable[[], list[R]]:
+        """Like `run_all` but returns at once: a function that waits for the results, to be called once or never."""
         ...
 
     def settle(self, timeout_s: float) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import nemo_offload_rl.distributed.generation_engine as engines
+from nemo_offload_rl.generation.vllm.engine import VllmEngine
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from run_grpo import main
@@ -50,8 +51,8 @@ class DyingEngine(engines.RayGenerationEngine):
         self.num_generations += 1
         if self.num_generations == GENERATION:
             self._print_pid()
-            self.group.run_all("__setattr__", "die_in_next_generation", die_in_next_generation)
-            self.group.run_all("die_in_next_generation")
+            self.group.run_all(VllmEngine.__setattr__, "die_in_next_generation", die_in_next_generation)
+            self.group.run_all(die_in_next_generation)
         return super().generate(*args, **kwargs)
 
     def finish_generation(self, discard_weights: bool) -> None:

@@ -150,13 +150,13 @@ def run_until_stopped(ready_file: str) -> None:
         group = RayWorkerGroup(
             cluster, WorkerSpec(name="echo", factory="echo_workers:EchoWorker", kwargs={"greeting": "hi"})
         )
-        handle = group.start_all("sleep", 600.0)
+        wait_for_call = group.start_all(EchoWorker.sleep, 600.0)
         pids = [child.pid for child in psutil.Process().children(recursive=True)]
         assert set(group.pids()) <= set(pids)
         partial = Path(ready_file + ".partial")
         partial.write_text(json.dumps(pids))
         partial.rename(ready_file)
-        group.join(handle)
+        wait_for_call()
 
 
 if __name__ == "__main__":

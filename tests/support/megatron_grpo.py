@@ -23,9 +23,13 @@ from nemo_offload_rl.protocols.backend import ProcessInfo
 class _Group(LocalWorkerGroup):
     """Calls the worker as if the CPU were a GPU; `release_memory` comes from a thread of its own and asks nothing."""
 
-    def run_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        with nullcontext() if method == "release_memory" else megatron_on_cpu():
+    def run_all(self, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        with nullcontext() if method.__name__ == "release_memory" else megatron_on_cpu():
             return super().run_all(method, *args, **kwargs)
+
+    def run_each(self, method: Any, per_rank_args: Any) -> list[Any]:
+        with megatron_on_cpu():
+            return super().run_each(method, per_rank_args)
 
 
 def start_megatron(settings: PolicySettings, keep_reference: bool, teacher: None = None) -> Policy:

@@ -11,7 +11,7 @@ import forked_workers
 import pytest
 import ray
 from closeness import assert_close
-from echo_workers import cpu_cluster
+from echo_workers import EchoWorker, cpu_cluster
 from policy_cases import NLL, make_batch, make_settings, save_family
 from ray.cluster_utils import Cluster
 from resume_cases import weights_of
@@ -60,7 +60,7 @@ def test_ranks_fill_one_node_after_the_other_and_groups_share_their_slots(two_no
         first, second = nodes[0][0], nodes[0][2]
         assert nodes[0] == [first, first, second, second] and first != second
         assert first == ray.get_runtime_context().get_node_id()
-        local_ranks = [entry["LOCAL_RANK"] for entry in groups[0].run_all("environment", ["LOCAL_RANK"])]
+        local_ranks = [entry["LOCAL_RANK"] for entry in groups[0].run_all(EchoWorker.environment, ["LOCAL_RANK"])]
         assert local_ranks == ["0", "1", "0", "1"]
         assert groups[0].local_pids() == groups[0].pids()[:2], "a process id of another host means nothing here"
 
@@ -137,14 +137,14 @@ def test_a_host_that_dies_is_an_error_of_its_worker(two_nodes):
         workers = RayWorkerGroup(
             session, WorkerSpec(name="echo", factory="echo_workers:EchoWorker", kwargs={"greeting": ""})
         )
-        handle = workers.start_all("sleep", 600.0)
+        wait_for_call = workers.start_all(EchoWorker.sleep, 600.0)
         address = ray.get(workers._location_refs[1]).address
         (second,) = two_nodes.worker_nodes
         two_nodes.remove_node(second, allow_graceful=False)
         with pytest.raises(
             WorkerDiedError, match=rf"^echo worker 1 on {address} died during sleep: .*host has ended"
         ) as raised:
-            workers.join(handle)
+            wait_for_call()
     assert "\n" not in str(raised.value)
 
 

@@ -22,17 +22,17 @@ class Counter:
 def test_calls_run_on_the_one_worker_and_come_back_in_a_list():
     group = LocalWorkerGroup(Counter())
     assert group.world_size == 1
-    assert group.run_all("add", 2, times=3) == [6]
-    assert group.run_each("add", [(1,)]) == [7]
-    assert group.join(group.start_all("add", 1)) == [8]
+    assert group.run_all(Counter.add, 2, times=3) == [6]
+    assert group.run_each(Counter.add, [(1,)]) == [7]
+    assert group.start_all(Counter.add, 1)() == [8]
 
 
 def test_an_error_keeps_its_type_and_arguments_for_more_ranks_are_refused():
     group = LocalWorkerGroup(Counter())
     with pytest.raises(ArithmeticError):
-        group.run_all("fail")
+        group.run_all(Counter.fail)
     with pytest.raises(ValueError):
-        group.run_each("add", [(1,), (2,)])
+        group.run_each(Counter.add, [(1,), (2,)])
 
 
 def test_shutting_down_twice_shuts_the_worker_down_once():

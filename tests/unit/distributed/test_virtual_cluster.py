@@ -12,7 +12,7 @@ from pathlib import Path
 import forked_workers
 import psutil
 import pytest
-from echo_workers import cpu_cluster
+from echo_workers import EchoWorker, cpu_cluster
 from forked import Script
 
 from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster, _exit_status, cluster_session, find_free_port
@@ -57,7 +57,7 @@ def test_more_groups_than_shares_are_refused_instead_of_waiting_forever(cluster:
     for group in groups:
         group.shutdown()
     with pytest.raises(RuntimeError, match="echo workers were shut down"):
-        groups[0].run_all("greet")
+        groups[0].run_all(EchoWorker.greet)
 
 
 def test_a_range_without_a_free_port_names_the_keys() -> None:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import ray
 import torch
-from echo_workers import TwoArgumentError
+from echo_workers import EchoWorker, TwoArgumentError
 
 from nemo_offload_rl.distributed import watch
 from nemo_offload_rl.distributed.actors import WorkerLocation
@@ -35,26 +35,29 @@ def group(cluster: VirtualCluster) -> Iterator[RayWorkerGroup]:
 
 def test_results_come_back_by_rank_with_arguments_shared_or_per_rank(group: RayWorkerGroup) -> None:
     assert group.world_size == 2
-    assert group.run_all("greet", 1, key="v") == [("hi", "0", (1,), {"key": "v"}), ("hi", "1", (1,), {"key": "v"})]
-    assert group.run_each("greet", [("a",), ("b",)]) == [("hi", "0", ("a",), {}), ("hi", "1", ("b",), {})]
-    assert group.join(group.start_all("greet")) == [("hi", "0", (), {}), ("hi", "1", (), {})]
+    assert group.run_all(EchoWorker.greet, 1, key="v") == [
+        ("hi", "0", (1,), {"key": "v"}),
+        ("hi", "1", (1,), {"key": "v"}),
+    ]
+    assert group.run_each(EchoWorker.greet, [("a",), ("b",)]) == [("hi", "0", ("a",), {}), ("hi", "1", ("b",), {})]
+    assert group.start_all(EchoWorker.greet)() == [("hi", "0", (), {}), ("hi", "1", (), {})]
 
 
 def test_workers_find_a_rendezvous_that_works(group: RayWorkerGroup) -> None:
     names = ["RANK", "WORLD_SIZE", "LOCAL_RANK"]
-    assert group.run_all("environment", names) == [
+    assert group.run_all(EchoWorker.environment, names) == [
         {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
         {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"},
     ]
-    assert group.run_all("all_reduce") == [3.0, 3.0]
+    assert group.run_all(EchoWorker.all_reduce) == [3.0, 3.0]
 
 
 def test_libraries_are_loaded_in_each_process_with_what_the_worker_is_built_with(group: RayWorkerGroup) -> None:
-    assert group.run_all("environment", ["LOADED_FOR"]) == [{"LOADED_FOR": "hi"}] * 2
+    assert group.run_all(EchoWorker.environment, ["LOADED_FOR"]) == [{"LOADED_FOR": "hi"}] * 2
 
 
 def test_garbage_collections_do_not_go_through_what_was_there_once_workers_were_built(group: RayWorkerGroup) -> None:
-    assert group.run_all("is_collected") == [False, False]
+    assert group.run_all(EchoWorker.is_collected) == [False, False]
 
 
 def test_a_group_ends_while_it_still_loads_libraries(cluster: VirtualCluster) -> None:
@@ -66,13 +69,13 @@ def test_a_group_ends_while_it_still_loads_libraries(cluster: VirtualCluster) ->
 
 
 def test_a_large_tensor_reaches_every_rank(group: RayWorkerGroup) -> None:
-    assert group.run_all("total", torch.ones(3_000_000)) == [3_000_000.0] * 2
+    assert group.run_all(EchoWorker.total, torch.ones(3_000_000)) == [3_000_000.0] * 2
 
 
 def test_an_error_of_one_rank_keeps_its_type_and_message_while_the_other_rank_hangs(cluster: VirtualCluster) -> None:
     workers = RayWorkerGroup(cluster, WorkerSpec(name="echo", factory=ECHO, kwargs={"greeting": "hi"}))
     with pytest.raises(DataError) as raised:
-        workers.run_all("raise_on", 1, "user")
+        workers.run_all(EchoWorker.raise_on, 1, "user")
     assert type(raised.value) is DataError
     assert str(raised.value) == "row 7 has no answer"
     assert any("echo worker 1, raise_on" in note for note in raised.value.__notes__)
@@ -86,7 +89,7 @@ def test_an_error_with_its_own_arguments_keeps_its_type(cluster: VirtualCluster)
     spec = WorkerSpec(name="echo", factory=ECHO, kwargs={"greeting": "hi"}, num_workers=1)
     workers = RayWorkerGroup(cluster, spec)
     with pytest.raises(TwoArgumentError) as raised:
-        workers.run_all("raise_on", 0, "bug")
+        workers.run_all(EchoWorker.raise_on, 0, "bug")
     assert raised.value.code == 3
     assert workers.settle(0)
     workers.shutdown()
@@ -97,7 +100,7 @@ def test_an_error_in_a_constructor_is_raised_by_the_first_call(cluster: VirtualC
     spec = WorkerSpec(name="echo", factory=ECHO, kwargs={"greeting": "hi"}, per_rank_kwargs=extra)
     workers = RayWorkerGroup(cluster, spec)
     with pytest.raises(DataError) as raised:
-        workers.run_all("greet")
+        workers.run_all(EchoWorker.greet)
     assert str(raised.value) == "hi: cannot start"
     workers.shutdown()
 
@@ -106,10 +109,10 @@ def test_a_dead_worker_is_the_cause_even_when_its_peer_fails_first(cluster: Virt
     workers = RayWorkerGroup(cluster, WorkerSpec(name="echo", factory=ECHO, kwargs={"greeting": "hi"}))
     dead = workers.pids()[1]
     with pytest.raises(WorkerDiedError, match=rf"^echo worker 1 died during die_on: process {dead}: .*unexpected"):
-        workers.run_all("die_on", 1)
+        workers.run_all(EchoWorker.die_on, 1)
     assert not workers.settle(60)
     with pytest.raises(WorkerDiedError, match="echo worker 1 died during greet"):
-        workers.run_all("greet")
+        workers.run_all(EchoWorker.greet)
     workers.shutdown()
 
 
@@ -119,7 +122,7 @@ def test_a_group_knows_the_errors_that_its_calls_raised(
 ) -> None:
     workers = RayWorkerGroup(cluster, WorkerSpec(name="echo", factory=ECHO, kwargs={"greeting": "hi"}, num_workers=1))
     with pytest.raises(error) as raised:
-        workers.run_all("raise_on", 0, kind)
+        workers.run_all(EchoWorker.raise_on, 0, kind)
     assert workers.has_raised(raised.value)
     assert not workers.has_raised(error("raised elsewhere"))
     if kind == "memory":
@@ -132,28 +135,28 @@ def test_a_group_knows_the_errors_that_its_calls_raised(
 def test_a_bug_is_the_cause_even_when_its_peer_misses_the_connection_first(cluster: VirtualCluster) -> None:
     workers = RayWorkerGroup(cluster, WorkerSpec(name="echo", factory=ECHO, kwargs={"greeting": "hi"}))
     with pytest.raises(ArithmeticError, match="a bug"):
-        workers.run_all("leave_on", 1)
+        workers.run_all(EchoWorker.leave_on, 1)
     workers.shutdown()
 
 
 def test_what_a_crash_in_native_code_says_is_shown(cluster: VirtualCluster, caplog: pytest.LogCaptureFixture) -> None:
     workers = RayWorkerGroup(cluster, WorkerSpec(name="echo", factory=ECHO, kwargs={"greeting": "hi"}, num_workers=1))
     with pytest.raises(WorkerDiedError, match="echo worker 0 died during crash"):
-        workers.run_all("crash")
+        workers.run_all(EchoWorker.crash)
     assert re.search(r"the last words of echo worker 0, from /.*\n(.*\n)*.*(SIGSEGV|Segmentation fault)", caplog.text)
     workers.shutdown()
 
 
 def test_what_workers_warn_of_reaches_the_driver_once(group: RayWorkerGroup, caplog: pytest.LogCaptureFixture) -> None:
-    group.run_all("warn", "1")
-    group.run_all("warn", "0", "1")
-    group.run_all("warn")
+    group.run_all(EchoWorker.warn, "1")
+    group.run_all(EchoWorker.warn, "0", "1")
+    group.run_all(EchoWorker.warn)
     assert caplog.messages == ["echo worker 1: 7 bytes are slow", "echo worker 0 and 1 more: 7 bytes are slow"]
 
 
 def test_an_error_brings_along_what_was_warned_of_before(group: RayWorkerGroup) -> None:
     with pytest.raises(ArithmeticError, match="a bug") as raised:
-        group.run_all("warn_and_raise")
+        group.run_all(EchoWorker.warn_and_raise)
     assert "Warned of before: 7 bytes are slow" in raised.value.__notes__
 
 
@@ -163,7 +166,7 @@ def test_a_worker_killed_while_idle_is_named_by_the_next_call(cluster: VirtualCl
     workers.wait_until_ready()
     os.kill(workers.pids()[0], signal.SIGKILL)
     with pytest.raises(WorkerDiedError, match="echo worker 0 died during greet"):
-        workers.run_all("greet")
+        workers.run_all(EchoWorker.greet)
     workers.shutdown()
 
 
@@ -187,7 +190,7 @@ def test_a_rank_that_never_reaches_a_collective_ends_the_call_with_the_stacks_of
         match=r"^echo worker 0 and echo worker 1 have not answered: miss_a_collective has taken \d+ s, the last 5 s "
         r"without progress\. .*raise cluster\.call_timeout_s",
     ) as raised:
-        limited.run_all("miss_a_collective", 1)
+        limited.run_all(EchoWorker.miss_a_collective, 1)
     assert limited.has_raised(raised.value)
     assert re.search(r"echo worker 0 and echo worker 1 have not answered yet: miss_a_collective has taken", caplog.text)
     stacks = caplog.text.partition("the Python stacks of all workers:")[2]
@@ -202,7 +205,7 @@ def test_a_stopped_worker_is_named_and_ended(limited: RayWorkerGroup, caplog: py
     stopped = limited.pids()[1]
     os.kill(stopped, signal.SIGSTOP)
     with pytest.raises(WorkerHungError, match=rf"^echo worker 1 has not .*: process {stopped} \(`kill -CONT"):
-        limited.run_all("greet")
+        limited.run_all(EchoWorker.greet)
     assert re.search(rf"echo worker 1 has not answered yet: greet has taken .* process {stopped} ", caplog.text)
     assert re.search(rf"echo worker 1:\nno stacks; stopped by a signal .* process {stopped}", caplog.text)
     limited.shutdown()
@@ -210,7 +213,7 @@ def test_a_stopped_worker_is_named_and_ended(limited: RayWorkerGroup, caplog: py
 
 
 async def _greet(workers: RayWorkerGroup) -> None:
-    await workers.run_one(0, "greet")
+    await workers.run_one(0, EchoWorker.greet)
 
 
 def test_a_stopped_worker_ends_a_coroutine_that_waits_for_it(limited: RayWorkerGroup) -> None:
@@ -289,6 +292,6 @@ def test_environment_variables_are_set_before_the_worker_is_built(cluster: Virtu
         name="echo", factory=ECHO, kwargs={"greeting": "hi"}, env_vars={"RANK": "9", "EXTRA": "x"}, num_workers=1
     )
     workers = RayWorkerGroup(cluster, spec)
-    assert workers.run_all("environment", ["RANK", "EXTRA"]) == [{"RANK": "9", "EXTRA": "x"}]
+    assert workers.run_all(EchoWorker.environment, ["RANK", "EXTRA"]) == [{"RANK": "9", "EXTRA": "x"}]
     workers.shutdown()
     workers.shutdown()

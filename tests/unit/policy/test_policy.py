@@ -27,8 +27,8 @@ class RecordingGroup:
         self.given = {}
 
     def run_each(self, method, per_rank_args):
-        self.given[method] = [batch for batch, *_ in per_rank_args]
-        if method == "train":
+        self.given[method.__name__] = [batch for batch, *_ in per_rank_args]
+        if method.__name__ == "train":
             return [TrainResult([float(rank)], [0.0], [0.0]) for rank in range(self.world_size)]
         return [batch.input_ids.float() for batch, *_ in per_rank_args]
 
@@ -71,7 +71,7 @@ def test_ranks_that_share_a_shard_get_the_same_rows_and_answers_come_back_in_ord
 
 class CheckingGroup(RecordingGroup):
     def run_each(self, method, per_rank_args):
-        self.given[method] = [list(checksums) for _, checksums in per_rank_args]
+        self.given[method.__name__] = [list(checksums) for _, checksums in per_rank_args]
         return [damaged_files(*args) for args in per_rank_args]
 
 
