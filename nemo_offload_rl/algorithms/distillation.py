@@ -1,4 +1,4 @@
-"""On-policy distillation (GKD, arXiv 2306.13649): the loop of `rollout_trainer.py`, with a teacher in it.
+"""On-policy distillation (GKD, arXiv 2306.13649), with a teacher in the policy's workers.
 
 The student answers the prompts. Then the teacher, on the device, gives its distribution before each token that the
 student sampled: its top-k, or its last hidden states, from which training computes the rest. Then the student is
@@ -13,16 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
+from nemo_offload_rl.algorithms.checkpoints import Checkpoint
 from nemo_offload_rl.algorithms.dynamic_sampling import SampledGroups
 from nemo_offload_rl.algorithms.losses import bounded, is_inside, token_mean_share, zero_where_masked
 from nemo_offload_rl.algorithms.metrics import step_metrics
 from nemo_offload_rl.algorithms.rollout_log import rollout_records
+from nemo_offload_rl.algorithms.rollout_loop import RolloutLoop
 from nemo_offload_rl.algorithms.rollout_parts import RolloutParts
-from nemo_offload_rl.algorithms.rollout_trainer import RolloutTrainer
 from nemo_offload_rl.data.batch import (
     HiddenStatesBatch,
     LossNorm,
@@ -33,25 +33,19 @@ from nemo_offload_rl.data.batch import (
 from nemo_offload_rl.keys.generation import GenerationConfig
 from nemo_offload_rl.keys.grpo import DistillationLossConfig, DistillationSectionConfig
 from nemo_offload_rl.protocols.loss import Divergence, DivergenceLoss, DivergenceScores
-from nemo_offload_rl.utils.logger import RunLogger
-from nemo_offload_rl.utils.progress import RunProgress
+
+SECTION = "distillation"
 
 
-class DistillationTrainer(RolloutTrainer[DistillationSectionConfig]):
+class DistillationTrainer:
     """Runs the steps.
 
     Args:
         settings: The keys `distillation.*`.
         loss: The keys `loss_fn.*`.
         generation: The keys `policy.generation.*`.
-        parts: Student and teacher in `policy`, engine, data and environments.
-        run_logger: Gets every metric.
-        progress: Shows steps to a person.
+        parts: See `RolloutParts`; `policy` has student and teacher.
     """
-
-    section: ClassVar = "distillation"
-    shown: ClassVar = {"loss": "loss", "reward": "reward_mean"}
-    trains_on_rewards: ClassVar = False
 
     def __init__(
         self,
@@ -59,31 +53,58 @@ class DistillationTrainer(RolloutTrainer[DistillationSectionConfig]):
         loss: DistillationLossConfig,
         generation: GenerationConfig,
         parts: RolloutParts,
-        run_logger: RunLogger,
-        progress: RunProgress,
     ) -> None:
-        super().__init__(settings, generation, parts, run_logger, progress)
+        self._settings = settings
+        self._parts = parts
+        self._logger = parts.logger
         self._loss = DistillationLoss(loss)
+        self._loop = RolloutLoop(
+            settings,
+            generation,
+            parts,
+            section=SECTION,
+            bring=parts.policy.prepare_for_teacher,
+            shown={"loss": "loss", "reward": "reward_mean"},
+            trains_on_rewards=False,
+        )
 
-    def _bring_policy(self) -> object:
-        return self._parts.policy.prepare_for_teacher()
+    def run(self, last_step: int, resume_from: Checkpoint | None) -> None:
+        """Train until `last_step`; see `GrpoTrainer`."""
+        with self._loop.watching(last_step, resume_from):
+            for step in self._loop.steps(last_step, resume_from):
+                self.step(step, last_step)
 
-    def _train(self, step: int, groups: SampledGroups) -> dict[str, float]:
-        parts, timer, rollouts = self._parts, self._timer, groups.trained
+    def step(self, step: int, last_step: int) -> None:
+        """Make one step: rollouts, the teacher's distributions, training, validation, saving."""
+        loop, parts, policy, timer = self._loop, self._parts, self._parts.policy, self._loop.timer
+
+        groups = SampledGroups.all_of(loop.draw(step, 0, next(iter(parts.loader)), loop.engine.start_handover))
+        loop.engine.start_handover()
+        is_last = step == last_step or not parts.loader.num_batches_left
+        rollouts = groups.trained
         mask = rollouts.loss_multipliers()
         batch = rollouts.collate(pad_id=parts.pad_id, multiple=parts.width_multiple, sample_mask=mask)
-        self._engine.wait_for_sleep()
+        loop.engine.wait_for_sleep()
+
         with timer.phase("teacher"):
             with timer.phase("enter"):
-                self._engine.wait_for_policy()
-            training_batch = with_teacher(batch, parts.policy.read_teacher(batch))
+                loop.engine.wait_for_policy()
+            training_batch = with_teacher(batch, policy.read_teacher(batch))
         if self._settings.log_rollouts:
             self._logger.log_rollouts(step, rollout_records(groups, rollouts.rewards(), None, training_batch))
+
         with timer.phase("training"):
             with timer.phase("enter"):
-                parts.policy.prepare_for_training()
-            result = self._update(rollouts, training_batch, self._loss)
-        return step_metrics(groups, result, timer.seconds(), parts.speed, {"teacher": "teacher"})
+                policy.prepare_for_training()
+            with loop.updating():
+                result = policy.train(training_batch, self._loss, loop.rows_of_updates(rollouts))
+        del training_batch  # it may have the teacher's hidden states of every token
+        about_step = step_metrics(groups, result, timer.seconds(), parts.speed, {"teacher": "teacher"})
+        loop.trained(step, about_step)
+
+        validation = loop.validate_if_due(step, is_last=is_last)
+        with loop.ending_step(step, about_step):
+            loop.save_if_due(step, validation, is_last=is_last)
 
 
 def with_teacher(batch: SampledBatch, known: tuple[Tensor, ...]) -> SampledBatch:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 
 from nemo_offload_rl.errors import DataError
@@ -21,11 +21,15 @@ class SampledGroups:
         trained: Those that the policy is trained on.
         sampled: All that were sampled, the trained ones among them: what metrics of rollouts are about.
         num_batches: Generation batches that they came in.
+        age: Steps that the policy was trained since the weights that they began with.
+        seconds: That drawing them took while the policy was trained, by phase; empty where it waited for them.
     """
 
     trained: RolloutBatch
     sampled: RolloutBatch
     num_batches: int = 1
+    age: int = 0
+    seconds: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @staticmethod
     def all_of(batch: RolloutBatch) -> SampledGroups:

@@ -1,15 +1,19 @@
-"""GRPO (arXiv 2402.03300) with colocated generation: the loop of `rollout_trainer.py`.
+"""GRPO (arXiv 2402.03300) with colocated generation: `GrpoTrainer.step` is a step from top to bottom.
 
-Between its rollouts and its training come
-- logprobs: of the policy before the update, and of the frozen reference, where the loss reads them;
-- advantages: within each group.
-There is one optimizer step for each global batch.
+1. Refit: where the policy was trained since the last one, its weights go to the engine. Generation and reward:
+   responses to each prompt, which the environments score, or answer, so that another turn follows; while the last is
+   scored the engine goes to sleep and the policy comes back. In async GRPO the rollouts are there, or on their way.
+2. Logprobs of the policy before the update, and of the frozen reference, where the loss reads them.
+3. Advantages, within each group.
+4. Training: one optimizer step for each global batch.
+5. Validation, when due: refit, answers to held-out prompts; a checkpoint, when due.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 
 from torch import Tensor
@@ -22,34 +26,34 @@ from nemo_offload_rl.algorithms.advantages import (
     token_advantages,
 )
 from nemo_offload_rl.algorithms.agreement import without_disagreement
+from nemo_offload_rl.algorithms.async_grpo import RolloutsAhead
+from nemo_offload_rl.algorithms.checkpoints import Checkpoint
 from nemo_offload_rl.algorithms.dynamic_sampling import SampledGroups, sample_until_full
 from nemo_offload_rl.algorithms.losses import ClippedPGLoss
 from nemo_offload_rl.algorithms.metrics import IdleSteps, dynamic_sampling_metrics, train_metrics
 from nemo_offload_rl.algorithms.rollout_log import rollout_records
+from nemo_offload_rl.algorithms.rollout_loop import RolloutLoop
 from nemo_offload_rl.algorithms.rollout_parts import RolloutParts
-from nemo_offload_rl.algorithms.rollout_trainer import RolloutTrainer
 from nemo_offload_rl.algorithms.user_code import GrpoCode
-from nemo_offload_rl.data.batch import TrainBatch
+from nemo_offload_rl.data.batch import SampledBatch
+from nemo_offload_rl.data.loader import LookaheadLoader
 from nemo_offload_rl.errors import DataError
 from nemo_offload_rl.experience.types import RolloutBatch
 from nemo_offload_rl.keys.generation import GenerationConfig
 from nemo_offload_rl.keys.grpo import ClippedPGLossConfig, GrpoSectionConfig, needs_prev_logprobs
-from nemo_offload_rl.utils.logger import RunLogger
-from nemo_offload_rl.utils.progress import RunProgress
+from nemo_offload_rl.utils.timer import timing_metrics
 
 logger = logging.getLogger(__name__)
 
 
-class GrpoTrainer(RolloutTrainer[GrpoSectionConfig]):
+class GrpoTrainer:
     """Runs the steps.
 
     Args:
         settings: The keys `grpo.*`.
         loss: The keys `loss_fn.*`.
         generation: The keys `policy.generation.*`.
-        parts: Policy, engine, data and environments.
-        run_logger: Gets every metric.
-        progress: Shows steps to a person.
+        parts: See `RolloutParts`.
         code: A user's own parts.
     """
 
@@ -59,63 +63,81 @@ class GrpoTrainer(RolloutTrainer[GrpoSectionConfig]):
         loss: ClippedPGLossConfig,
         generation: GenerationConfig,
         parts: RolloutParts,
-        run_logger: RunLogger,
-        progress: RunProgress,
         code: GrpoCode | None = None,
     ) -> None:
         self._code = code or GrpoCode()
         if self._code.rollout_stop is not None:
             parts = replace(parts, turns=replace(parts.turns, stopped=self._code.stopped))
-        super().__init__(settings, generation, parts, run_logger, progress)
+        if settings.is_async:
+            parts = replace(parts, loader=LookaheadLoader(parts.loader))
+        self._settings = settings
+        self._parts = parts
+        self._logger = parts.logger
+        self._loop = RolloutLoop(
+            settings,
+            generation,
+            parts,
+            section="grpo",
+            bring=parts.policy.prepare_for_lp_inference,
+            shown={"reward": "reward_mean"},
+        )
+        self._ahead = RolloutsAhead(settings, parts, self._loop) if settings.is_async else None
         self._clipped = ClippedPGLoss(loss)
         self._loss = self._code.loss or self._clipped
         self._idle_steps = IdleSteps()
         self._needs_prev = needs_prev_logprobs(settings, loss)
         self._needs_reference = loss.reference_policy_kl_penalty != 0
 
-    def _sample(self, step: int) -> SampledGroups | None:
-        settings = self._settings
-        if not settings.use_dynamic_sampling:
-            return super()._sample(step)
+    def run(self, last_step: int, resume_from: Checkpoint | None) -> None:
+        """Train until `last_step`.
 
-        def batches() -> Iterator[RolloutBatch]:
-            for draw, prompts in enumerate(self._parts.loader):
-                yield self._draw(step, draw, prompts, is_last=False)
+        Args:
+            last_step: Number of the last step, from 1.
+            resume_from: Where to go on; None starts with the first step.
+        """
+        loop, ahead, first_step = self._loop, self._ahead, 1 if resume_from is None else resume_from.step + 1
+        with (
+            nullcontext() if ahead is None else ahead.collecting(first_step, last_step),
+            loop.watching(last_step, resume_from),
+        ):
+            for step in loop.steps(last_step, resume_from):
+                if not self.step(step, last_step):
+                    self._end_early(step - 1)
+                    break
 
-        max_batches = settings.dynamic_sampling_max_gen_batches
-        groups = sample_until_full(batches(), num_prompts=settings.num_prompts_per_step, max_batches=max_batches)
-        if groups is not None:
-            self._engine.start_handover()
-        return groups
+    def step(self, step: int, last_step: int) -> bool:
+        """Make a step of the file header; False, and nothing is trained, where the data ended before it was full."""
+        loop, parts, policy, timer = self._loop, self._parts, self._parts.policy, self._loop.timer
 
-    def _train(self, step: int, groups: SampledGroups) -> dict[str, float]:
-        parts, timer, rollouts = self._parts, self._timer, groups.trained
-        rewards = self._training_rewards(rollouts)
-        mask = overlong_sample_mask(rollouts.truncated(), filtering=self._settings.overlong_filtering)
-        mask = mask * rollouts.loss_multipliers() * rollouts.scored()
-        kept = self._code.kept(rollouts)
-        if kept is not None:
-            mask = mask * kept
+        where = parts.loader.state_dict()
+        groups = self._fresh_rollouts(step) if self._ahead is None else self._ahead.take(step)
+        if groups is None:
+            parts.loader.load_state_dict(where)  # a longer run begins this step anew
+            return False
+        loop.engine.start_handover()
+        is_last = step == last_step or not parts.loader.num_batches_left
+        rollouts = groups.trained
+        rewards, kept = self._training_rewards(rollouts), self._code.kept(rollouts)
+        mask = self._sample_mask(rollouts, kept)
         batch = rollouts.collate(pad_id=parts.pad_id, multiple=parts.width_multiple, sample_mask=mask)
+        loop.engine.wait_for_sleep()
 
-        self._engine.wait_for_sleep()
-        prev_logprobs = self._prev_logprobs(batch)
+        prev_logprobs = reference_logprobs = None
         about_agreement: Mapping[str, float] = {}
+        with timer.phase("logprobs" if self._needs_prev else "training"):
+            with timer.phase("enter"):
+                loop.engine.wait_for_policy()
+            if self._needs_prev:
+                prev_logprobs = policy.get_logprobs(batch, counted_only=True)
         if prev_logprobs is not None:
             limit = self._settings.seq_logprob_error_threshold
             batch, about_agreement = without_disagreement(batch, prev_logprobs, limit)
         with timer.phase("reference_logprobs"):
-            reference_logprobs = self._reference_logprobs(batch)
+            if self._needs_reference:
+                reference_logprobs = policy.get_reference_logprobs(batch, counted_only=True)
+
         with timer.phase("advantages"):
-            rewards_PG = rewards.reshape(rollouts.num_prompts, rollouts.group_size)
-            advantages = self._code.advantages(rollouts, rewards_PG, batch.loss_mask)
-            if advantages is None:
-                kl_BS = self._clipped.kl_in_reward(prev_logprobs, reference_logprobs)
-                parts_PG = {name: part.reshape(rewards_PG.shape) for name, part in rollouts.reward_parts().items()}
-                owners = rollouts.row_owners()
-                advantages = token_advantages(
-                    self._settings, rewards_PG, batch.loss_mask, kl_BS, parts_PG, owners, rollouts.scored_PG()
-                )
+            advantages = self._advantages(rollouts, rewards, batch, prev_logprobs, reference_logprobs)
             training_batch = batch.with_policy_gradient_inputs(
                 advantages=advantages,
                 prev_logprobs=prev_logprobs,
@@ -126,20 +148,78 @@ class GrpoTrainer(RolloutTrainer[GrpoSectionConfig]):
         if self._settings.log_rollouts:
             has = {"has_prev": prev_logprobs is not None, "has_reference": self._needs_reference}
             self._logger.log_rollouts(step, rollout_records(groups, rewards, by_response, training_batch, **has))
+
         with timer.phase("training"):
             with timer.phase("enter"):
-                parts.policy.prepare_for_training()
-            result = self._update(rollouts, training_batch, self._loss)
-        metrics = train_metrics(groups, rewards, by_response, result, self._seconds(), parts.speed)
-        self._idle_steps.count(metrics)
-        metrics |= about_agreement
+                policy.prepare_for_training()
+            with loop.updating():
+                result = policy.train(training_batch, self._loss, loop.rows_of_updates(rollouts))
+        seconds = timer.seconds()
+        if groups.seconds:
+            seconds["generation"] = groups.seconds["generation"]
+            self._logger.log(step, timing_metrics(groups.seconds), "timing/collector")
+        about_step = train_metrics(groups, rewards, by_response, result, seconds, parts.speed)
+        self._idle_steps.count(about_step)
+        about_step |= {**about_agreement, **self._about_sampling(groups, kept)}
+        # Rollouts of older weights are expected to differ from what the policy makes of them.
+        loop.trained(step, about_step, checks_agreement=groups.age == 0)
+
+        validation = loop.validate_if_due(step, is_last=is_last)
+        with loop.ending_step(step, about_step):
+            loop.save_if_due(step, validation, is_last=is_last)
+        return True
+
+    # -- parts of a step
+
+    def _fresh_rollouts(self, step: int) -> SampledGroups | None:
+        """Rollouts by the present weights; None if the data ended before dynamic sampling had filled the step."""
+        settings, loop, loader = self._settings, self._loop, self._parts.loader
+        if not settings.use_dynamic_sampling:
+            return SampledGroups.all_of(loop.draw(step, 0, next(iter(loader)), loop.engine.start_handover))
+        batches = (loop.draw(step, draw, prompts) for draw, prompts in enumerate(loader))
+        max_batches = settings.dynamic_sampling_max_gen_batches
+        return sample_until_full(batches, num_prompts=settings.num_prompts_per_step, max_batches=max_batches)
+
+    def _training_rewards(self, rollouts: RolloutBatch) -> Tensor:
+        """[B] rewards after scaling and shaping."""
+        scaled = scale_rewards(rollouts.rewards(), self._settings.reward_scaling)
+        lengths, truncated = rollouts.longest_responses(), rollouts.truncated()
+        return shape_rewards(scaled, lengths, truncated, self._settings.reward_shaping)
+
+    def _sample_mask(self, rollouts: RolloutBatch, kept: Tensor | None) -> Tensor:
+        """[B] 0 for rollouts that are not trained on."""
+        mask = overlong_sample_mask(rollouts.truncated(), filtering=self._settings.overlong_filtering)
+        mask = mask * rollouts.loss_multipliers() * rollouts.scored()
+        return mask if kept is None else mask * kept
+
+    def _advantages(
+        self,
+        rollouts: RolloutBatch,
+        rewards: Tensor,
+        batch: SampledBatch,
+        prev_logprobs: Tensor | None,
+        reference_logprobs: Tensor | None,
+    ) -> Tensor:
+        """[B, S] within each group."""
+        rewards_PG = rewards.reshape(rollouts.num_prompts, rollouts.group_size)
+        advantages = self._code.advantages(rollouts, rewards_PG, batch.loss_mask)
+        if advantages is not None:
+            return advantages
+        kl_BS = self._clipped.kl_in_reward(prev_logprobs, reference_logprobs)
+        parts_PG = {name: part.reshape(rewards_PG.shape) for name, part in rollouts.reward_parts().items()}
+        owners, scored_PG = rollouts.row_owners(), rollouts.scored_PG()
+        return token_advantages(self._settings, rewards_PG, batch.loss_mask, kl_BS, parts_PG, owners, scored_PG)
+
+    def _about_sampling(self, groups: SampledGroups, kept: Tensor | None) -> dict[str, float]:
+        """Metrics of how the step's rollouts were chosen."""
+        metrics: dict[str, float] = {}
         if kept is not None:
             metrics["rollout_filter_rate"] = 1.0 - kept.mean().item()
         if self._code.rollout_stop is not None:
             metrics["rollout_stop_rate"] = groups.sampled.stopped().float().mean().item()
         if self._settings.use_dynamic_sampling:
             metrics |= dynamic_sampling_metrics(groups)
-        return metrics
+        return metrics if self._ahead is None else {**metrics, **self._ahead.metrics(groups)}
 
     def _end_early(self, step: int) -> None:
         if step == 0:
@@ -154,26 +234,4 @@ class GrpoTrainer(RolloutTrainer[GrpoSectionConfig]):
             step + 1,
             step,
         )
-        super()._end_early(step)
-
-    def _seconds(self) -> Mapping[str, float]:
-        """By phase, for rates."""
-        return self._timer.seconds()
-
-    def _training_rewards(self, rollouts: RolloutBatch) -> Tensor:
-        """[B] rewards after scaling and shaping."""
-        scaled = scale_rewards(rollouts.rewards(), self._settings.reward_scaling)
-        lengths, truncated = rollouts.longest_responses(), rollouts.truncated()
-        return shape_rewards(scaled, lengths, truncated, self._settings.reward_shaping)
-
-    def _prev_logprobs(self, batch: TrainBatch) -> Tensor | None:
-        """[B, S] of the policy, once it is there; None, without a pass, where nothing reads them."""
-        with self._timer.phase("logprobs" if self._needs_prev else "training"):
-            with self._timer.phase("enter"):
-                self._engine.wait_for_policy()
-            return self._parts.policy.get_logprobs(batch, counted_only=True) if self._needs_prev else None
-
-    def _reference_logprobs(self, batch: TrainBatch) -> Tensor | None:
-        if not self._needs_reference:
-            return None
-        return self._parts.policy.get_reference_logprobs(batch, counted_only=True)
+        self._loop.end_early(step)

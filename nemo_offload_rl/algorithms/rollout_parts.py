@@ -16,7 +16,9 @@ from nemo_offload_rl.experience.rollouts import Decode, Turns
 from nemo_offload_rl.policy.policy import Policy
 from nemo_offload_rl.protocols.engine import GenerationEngine, PausingEngine
 from nemo_offload_rl.utils.flops import ModelSpeed
+from nemo_offload_rl.utils.logger import RunLogger
 from nemo_offload_rl.utils.memory_sampler import MemorySampler
+from nemo_offload_rl.utils.progress import RunProgress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,8 @@ class RolloutParts:
     pad_id: int
     width_multiple: int
     checkpoints: CheckpointKeeper
+    logger: RunLogger
+    progress: RunProgress
     num_samples_to_print: int
     memory: MemorySampler
     speed: ModelSpeed | None

@@ -141,9 +141,14 @@ class SupervisedTrainer:
         """
         step = 0 if resume_from is None else resume_from.step
         with self._end.watching(step, last_step):
-            self._run(step, last_step, resume_from)
+            self._begin(resume_from)
+            while step < last_step:
+                step += 1
+                self.step(step, is_last=step == last_step)
+                if self._end.step_done(step, last_step):
+                    break
 
-    def _run(self, step: int, last_step: int, resume_from: Checkpoint | None) -> None:
+    def _begin(self, resume_from: Checkpoint | None) -> None:
         parts = self._parts
         parts.checkpoints.warn_of_unranked(self._settings.val_period)
         samples = list(parts.recipe.sample_lines(parts.num_samples_to_print))
@@ -159,11 +164,6 @@ class SupervisedTrainer:
             self.validate(0)
             self._logger.log(0, timing_metrics(self._timer.drain()), "timing")
             self._logger.commit()
-        while step < last_step:
-            step += 1
-            self.step(step, is_last=step == last_step)
-            if self._end.step_done(step, last_step):
-                break
 
     def step(self, step: int, is_last: bool) -> None:
         """One step of the file header."""

@@ -1,19 +1,16 @@
-"""Runs on-policy distillation; `grpo_setup.py` builds what every run with rollouts is made of."""
+"""Runs on-policy distillation; `rollouts.py` builds what every run with rollouts is made of."""
 
 from __future__ import annotations
 
 import logging
 
 from nemo_offload_rl.algorithms.distillation import DistillationTrainer
-from nemo_offload_rl.algorithms.rollout_parts import RolloutParts
 from nemo_offload_rl.backends.factory import check_model
 from nemo_offload_rl.backends.hf.model_folder import read_model_config
 from nemo_offload_rl.data.tokenizer import load_tokenizer
 from nemo_offload_rl.errors import ConfigError, first_line
 from nemo_offload_rl.keys.run_configs import DistillationConfig
-from nemo_offload_rl.runs.rollouts import run_with_rollouts
-from nemo_offload_rl.utils.logger import RunLogger
-from nemo_offload_rl.utils.progress import RunProgress
+from nemo_offload_rl.runs.rollouts import open_run
 
 logger = logging.getLogger(__name__)
 
@@ -27,11 +24,9 @@ def run_distillation(config: DistillationConfig) -> None:
     check_model(config.teacher_worker.model)
     check_vocabularies(config)
 
-    def trainer(parts: RolloutParts, run_logger: RunLogger, progress: RunProgress) -> DistillationTrainer:
-        generation = config.policy.generation
-        return DistillationTrainer(config.distillation, config.loss_fn, generation, parts, run_logger, progress)
-
-    run_with_rollouts(config, trainer, teacher=config.teacher_worker)
+    with open_run(config, teacher=config.teacher_worker) as (parts, last_step, resume_from):
+        trainer = DistillationTrainer(config.distillation, config.loss_fn, config.policy.generation, parts)
+        trainer.run(last_step, resume_from)
 
 
 def check_vocabularies(config: DistillationConfig) -> None:

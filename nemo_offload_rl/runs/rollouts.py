@@ -1,23 +1,21 @@
 """Builds what a run with rollouts is made of, such as one of GRPO, runs it, and takes it down again.
 
-Everything that can be wrong in the user's input is found before Ray starts; `grpo_workers.py` starts the processes.
+Everything that can be wrong in the user's input is found before Ray starts; `workers.py` starts the processes.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nemo_offload_rl.algorithms.async_grpo import AsyncGrpoTrainer
-from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper, resume_point
+from nemo_offload_rl.algorithms.checkpoints import Checkpoint, CheckpointKeeper, resume_point
 from nemo_offload_rl.algorithms.grpo import GrpoTrainer
 from nemo_offload_rl.algorithms.identity import run_identity
 from nemo_offload_rl.algorithms.metric_names import data_set_problem
 from nemo_offload_rl.algorithms.rollout_parts import EndpointParts, RolloutParts
-from nemo_offload_rl.algorithms.rollout_trainer import RolloutTrainer
 from nemo_offload_rl.algorithms.user_code import GrpoCode
 from nemo_offload_rl.backends.factory import check_model
 from nemo_offload_rl.backends.hf.model_folder import model_vocab_size
@@ -81,30 +79,30 @@ def run_grpo(
     given = GivenObjects(
         environments=environments, train_data=train_data, validation_data=validation_data, callbacks=callbacks
     )
-
-    def trainer(parts: RolloutParts, run_logger: RunLogger, progress: RunProgress) -> GrpoTrainer:
-        kind = AsyncGrpoTrainer if config.grpo.is_async else GrpoTrainer
-        return kind(config.grpo, config.loss_fn, config.policy.generation, parts, run_logger, progress, own)
-
-    run_with_rollouts(config, trainer, keep_reference=config.loss_fn.reference_policy_kl_penalty != 0, given=given)
+    keep_reference = config.loss_fn.reference_policy_kl_penalty != 0
+    with open_run(config, keep_reference=keep_reference, given=given) as (parts, last_step, resume_from):
+        trainer = GrpoTrainer(config.grpo, config.loss_fn, config.policy.generation, parts, own)
+        trainer.run(last_step, resume_from)
 
 
-def run_with_rollouts(
+@contextmanager
+def open_run(
     config: RolloutConfig,
-    make_trainer: Callable[[RolloutParts, RunLogger, RunProgress], RolloutTrainer[Any]],
     *,
     keep_reference: bool = False,
     teacher: TeacherSettings | None = None,
     given: GivenObjects | None = None,
-) -> None:
-    """Build what a run with rollouts is made of, run it, and take it down.
+) -> Iterator[tuple[RolloutParts, int, Checkpoint | None]]:
+    """Build what a run with rollouts is made of; take it down at the end.
 
     Args:
         config: Of the run, checked.
-        make_trainer: From what was built to the loop.
         keep_reference: The loss reads logprobs of the initial policy.
         teacher: The loss reads distributions of this model.
         given: Objects in place of what the configuration names.
+
+    Yields:
+        The parts, the number of the last step, and where the run goes on (None where it begins).
 
     Raises:
         UserError: Something that the user can fix; a worker that died is one too.
@@ -158,6 +156,8 @@ def run_with_rollouts(
             pad_id=pad_id,
             width_multiple=config.policy.make_sequence_length_divisible_by,
             checkpoints=checkpoints,
+            logger=run_logger,
+            progress=progress,
             num_samples_to_print=config.logger.num_val_samples_to_print,
             memory=memory,
             speed=read_model_speed(config.policy.model_name, first_gpu_name(), config.cluster.world_size),
@@ -166,7 +166,7 @@ def run_with_rollouts(
             pausing=workers.engine if config.engine.async_engine else None,
         )
         stack.enter_context(frozen_objects())
-        make_trainer(parts, run_logger, progress).run(num_steps, resume_from)
+        yield parts, num_steps, resume_from
 
 
 def _endpoint(config: RolloutConfig, workers: GrpoWorkers) -> EndpointParts | None:

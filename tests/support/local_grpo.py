@@ -14,7 +14,6 @@ import torch
 from rich.console import Console
 from tiny_models import make_qwen3, make_tokenizer
 
-from nemo_offload_rl.algorithms.async_grpo import AsyncGrpoTrainer
 from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper, resume_point
 from nemo_offload_rl.algorithms.grpo import GrpoTrainer
 from nemo_offload_rl.algorithms.rollout_parts import RolloutParts
@@ -228,12 +227,13 @@ class LocalGrpo:
             pad_id=256,
             width_multiple=config.policy.make_sequence_length_divisible_by,
             checkpoints=checkpoints,
+            logger=run_logger,
+            progress=progress,
             num_samples_to_print=config.logger.num_val_samples_to_print,
             memory=memory,
             speed=None,
         )
-        kind = AsyncGrpoTrainer if grpo.is_async else GrpoTrainer
-        trainer = kind(grpo, config.loss_fn, config.policy.generation, parts, run_logger, progress)
+        trainer = GrpoTrainer(grpo, config.loss_fn, config.policy.generation, parts)
         return trainer, last_step, resume_from
 
 

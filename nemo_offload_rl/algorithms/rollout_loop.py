@@ -1,0 +1,254 @@
+"""What every run with rollouts shares: which steps it makes, and each step's rollouts, validation, save and log.
+
+`grpo.py` and `distillation.py` have a step from top to bottom; docs/design/step.md has the memory side of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+from torch import Tensor
+
+from nemo_offload_rl.algorithms.agreement import disagreement
+from nemo_offload_rl.algorithms.checkpoints import Checkpoint
+from nemo_offload_rl.algorithms.metrics import overlong_metrics, residency_metrics, validation_metrics
+from nemo_offload_rl.algorithms.rollout_engine import RolloutEngine
+from nemo_offload_rl.algorithms.rollout_log import sample_lines
+from nemo_offload_rl.algorithms.rollout_parts import RolloutParts
+from nemo_offload_rl.algorithms.rollout_sampler import RolloutSampler
+from nemo_offload_rl.algorithms.run_end import RunEnd
+from nemo_offload_rl.data.records import Prompt
+from nemo_offload_rl.errors import AgreementError, DataError
+from nemo_offload_rl.experience.types import RolloutBatch
+from nemo_offload_rl.keys.generation import GenerationConfig
+from nemo_offload_rl.keys.grpo import RolloutSectionConfig
+from nemo_offload_rl.utils.timer import PhaseTimer, timing_metrics
+
+_REASONS = {
+    "failed": "scoring failed",
+    "timed_out": "the time limit was over; raise env.NAME.timeout_s",
+    "no_reward": "no reward applies to it (all are None); correct the rewards of env.NAME, or the data",
+}
+
+_ROLLOUT_PHASES = ("generation", "exposed_generation", "reward", "validation")
+
+
+class RolloutLoop:
+    """The parts of a step that do not depend on what is trained.
+
+    Args:
+        settings: The keys of the algorithm's section.
+        generation: The keys `policy.generation.*`.
+        parts: See `RolloutParts`.
+        section: The algorithm's section of the configuration.
+        bring: Has the policy enter the phase that it computes in first, once the engine sleeps.
+        shown: Metrics of a step that a person is shown, by the name that they are shown under.
+        trains_on_rewards: Rollouts without a score are not trained on.
+
+    Attributes:
+        timer: Of the phases of a step.
+        engine: Asks the engine, and hands the devices over.
+        sampler: Draws rollouts for validation and for `draw`.
+    """
+
+    def __init__(
+        self,
+        settings: RolloutSectionConfig,
+        generation: GenerationConfig,
+        parts: RolloutParts,
+        *,
+        section: str,
+        bring: Callable[[], object],
+        shown: Mapping[str, str],
+        trains_on_rewards: bool = True,
+    ) -> None:
+        self._settings = settings
+        self._generation = generation
+        self._parts = parts
+        self._logger = parts.logger
+        self._progress = parts.progress
+        self._section = section
+        self._shown = shown
+        self._trains_on_rewards = trains_on_rewards
+        self.timer = PhaseTimer()
+        self.engine = RolloutEngine(
+            parts.policy,
+            parts.engine,
+            colocated=generation.colocated.enabled,
+            restart=lambda error: parts.memory.set_owners(parts.restart_engine(error)),
+            timer=self.timer,
+            bring=bring,
+        )
+        self.sampler = RolloutSampler(parts, self.engine, self.timer, settings.seed)
+        self._total_tokens = 0.0
+        self._last_validation: Mapping[str, float] | None = None  # of the last step, {} without one
+        self._about_data = overlong_metrics(parts.overlong_rows)  # until a step has been logged
+        parts.memory.follow(self.timer.current)
+        self._end = RunEnd(
+            parts.checkpoints,
+            parts.policy,
+            parts.logger.run_dir,
+            say=parts.progress.note,
+            waits_for_rollouts=lambda: self.timer.current() in _ROLLOUT_PHASES,
+            make_room=self.engine.make_room,
+        )
+
+    # -- the run
+
+    def watching(self, last_step: int, resume_from: Checkpoint | None) -> AbstractContextManager[None]:
+        """See `RunEnd`: what the steps are made in."""
+        return self._end.watching(0 if resume_from is None else resume_from.step, last_step)
+
+    def steps(self, last_step: int, resume_from: Checkpoint | None) -> Iterator[int]:
+        """Numbers of the steps to make, after a validation at the start, or from where a checkpoint goes on."""
+        parts, step = self._parts, 0
+        parts.checkpoints.warn_of_unranked(self._settings.val_period)
+        if resume_from is not None:
+            parts.checkpoints.load(resume_from, parts.policy, parts.loader)
+            self._total_tokens, step = resume_from.total_tokens, resume_from.step
+        elif self._settings.val_at_start:
+            self._validate(0)
+            self._logger.log(0, timing_metrics(self.timer.drain()), "timing")
+            self._logger.commit()
+        while step < last_step and parts.loader.num_batches_left:
+            step += 1
+            yield step
+            if self._end.step_done(step, last_step):
+                break
+
+    def end_early(self, step: int) -> None:
+        """Do for `step` what belongs to a run's last step: the data ended within the next one."""
+        if self._last_validation is None:
+            return  # a resumed run that trained nothing
+        checkpoints = self._parts.checkpoints
+        is_ranked_anew = False
+        if self._validation_is_due(step, is_last=True) and not self._validation_is_due(step, is_last=False):
+            is_ranked_anew = checkpoints.ranks_by_validation
+            self._last_validation = self._validate(step)
+            self._logger.commit()
+        if checkpoints.is_due(step, True) and (is_ranked_anew or not checkpoints.is_due(step, False)):
+            self._save(self._last_validation)
+
+    # -- a step
+
+    def draw(
+        self,
+        step: int,
+        draw: int,
+        prompts: Sequence[Prompt],
+        generated: Callable[[], object] | None = None,
+        sampler: RolloutSampler | None = None,
+    ) -> RolloutBatch:
+        """Rollouts of one generation batch of a step.
+
+        Args:
+            step: Number of the step.
+            draw: Number of the batch in the step.
+            prompts: What to answer.
+            generated: Called when the engine has said all, before the last turn is scored.
+            sampler: Of another thread; None for the trainer's.
+
+        Raises:
+            DataError: There is nothing in them to train on.
+        """
+        size, sampling = self._settings.num_generations_per_prompt, self._generation.sampling
+        sampler = sampler or self.sampler
+        batch = sampler.draw(prompts, size, sampling, f"{step}:{draw}", "generation", generated)
+        if not (batch.scored() if self._trains_on_rewards else batch.response_lengths()).any():
+            lacking = "a score" if self._trains_on_rewards else "a token of the policy"
+            reasons = [rollout.unscored for rollout in batch.rollouts if rollout.unscored is not None]
+            why = f"; the first: {reasons[0].reason or _REASONS[reasons[0].why]}" if reasons else ""
+            raise DataError(
+                f"step {step}: not one of {len(batch)} rollouts has {lacking}, so there is nothing to train on{why}"
+            )
+        return batch
+
+    def updating(self) -> AbstractContextManager[None]:
+        """See `RunEnd`."""
+        return self._end.updating()
+
+    def rows_of_updates(self, rollouts: RolloutBatch) -> list[Tensor] | None:
+        """Rows of `rollouts.collate` by update, each of as many rollouts; None where a rollout is a row."""
+        owners = rollouts.row_owners()
+        if len(owners) == len(rollouts):
+            return None
+        update_of_row = owners // self._parts.policy.rows_per_update
+        return [(update_of_row == number).nonzero()[:, 0] for number in range(int(update_of_row.max()) + 1)]
+
+    def trained(self, step: int, about_step: dict[str, float], *, checks_agreement: bool = True) -> None:
+        """Log the metrics of a step's training, `num_tokens` among them; `total_tokens` is added.
+
+        Raises:
+            AgreementError: Engine and policy are two different models.
+        """
+        self._total_tokens += about_step["num_tokens"]
+        about_step["total_tokens"] = self._total_tokens
+        self._end.trained(step, self._parts.loader.state_dict(), about_step)
+        self._logger.log(step, about_step, "train")
+        self._logger.log(step, self._about_data, "data")
+        self._about_data = {}
+        error, outside_rate = about_step["token_mult_prob_error"], about_step["outside_nucleus_rate"]
+        limit = self._settings.max_token_mult_prob_error if checks_agreement else None
+        if (message := disagreement(step, error, outside_rate, limit, self._section)) is not None:
+            raise AgreementError(message)
+
+    def validate_if_due(self, step: int, *, is_last: bool) -> Mapping[str, float]:
+        """Answer held-out prompts with the present weights; the metrics, empty where that is not due."""
+        self._last_validation = self._validate(step) if self._validation_is_due(step, is_last=is_last) else {}
+        return self._last_validation
+
+    def save_if_due(self, step: int, validation: Mapping[str, float], *, is_last: bool) -> None:
+        """Save the step with the metrics of its validation."""
+        if self._end.save_is_due(step, is_last):
+            self._save(validation)
+
+    @contextmanager
+    def ending_step(self, step: int, about_step: Mapping[str, float]) -> Iterator[None]:
+        """The save of a step; afterwards seconds and memory are logged, and the step is shown."""
+        try:
+            yield
+        finally:  # the metrics of the step are there to find the cause of a save that fails
+            seconds = self.timer.drain()
+            self._logger.log(step, timing_metrics(seconds), "timing")
+            self._logger.log(step, self._parts.memory.drain(step + 1), "memory")
+        self._logger.log(step, residency_metrics(self._parts.policy.residency_reports()), "residency")
+        self._logger.commit()
+        figures = {shown: f"{about_step[name]:.3f}" for shown, name in self._shown.items() if name in about_step}
+        self._progress.step_done(step, figures | _accuracy(about_step), seconds)
+
+    # -- inside
+
+    def _validate(self, step: int) -> dict[str, float]:
+        settings = self._settings
+        prompts = self._parts.validation_prompts[: settings.max_val_samples]
+        batches = []
+        for start in range(0, len(prompts), settings.val_batch_size):
+            call, chunk = f"validation:{step}:{start}", prompts[start : start + settings.val_batch_size]
+            size, sampling = settings.val_num_generations_per_prompt, self._generation.val_sampling
+            batches.append(self.sampler.draw(chunk, size, sampling, call, "validation"))
+        rollouts = RolloutBatch.concatenate(batches)
+        metrics = validation_metrics(rollouts)
+        self._logger.log(step, metrics, "validation")
+        self._progress.validated(step, _accuracy(metrics))
+        samples = sample_lines(rollouts, self._parts.num_samples_to_print)
+        self._logger.log_samples(step, samples)
+        for line in samples:
+            self._progress.note(line)
+        return metrics
+
+    def _validation_is_due(self, step: int, *, is_last: bool) -> bool:
+        settings = self._settings
+        periodic = settings.val_period > 0 and step % settings.val_period == 0
+        return bool(self._parts.validation_prompts) and (periodic or (is_last and settings.val_at_end))
+
+    def _save(self, validation: Mapping[str, float]) -> None:
+        with self.timer.phase("checkpoint"):
+            if self._parts.checkpoints.exports_weights:
+                self.engine.sleep()
+            self._end.save(validation)
+
+
+def _accuracy(metrics: Mapping[str, float]) -> dict[str, str]:
+    """For a person; nothing where no rollout has a score."""
+    return {"accuracy": f"{metrics['accuracy']:.1%}"} if "accuracy" in metrics else {}
