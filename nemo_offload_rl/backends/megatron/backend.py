@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerLayer
 from torch import Tensor
 
@@ -29,7 +30,7 @@ from nemo_offload_rl.backends.megatron.checkpoint import MegatronState
 from nemo_offload_rl.backends.megatron.folder_match import check_shapes
 from nemo_offload_rl.backends.megatron.model import build_model
 from nemo_offload_rl.backends.megatron.optimizer_spec import optimizer_spec
-from nemo_offload_rl.backends.megatron.passes import Passes
+from nemo_offload_rl.backends.megatron.passes import Passes, keep_scores, losses_of, on_cpu
 from nemo_offload_rl.backends.megatron.streaming import StreamedStates
 from nemo_offload_rl.backends.megatron.upstream import caches
 from nemo_offload_rl.backends.megatron.upstream.affinity import bind_to_numa_node_of
@@ -143,13 +144,21 @@ class MegatronBackend:
         before_micro_batch: Callable[[int], None],
     ) -> tuple[float, dict[str, float]]:
         """Accumulate gradients over all micro-batches; loss and metrics are reduced over data-parallel ranks."""
-        return self._reduce(self._passes.train(micro_batches, loss_fn, norm, before_micro_batch))
+        consume, reader_of = losses_of(loss_fn, norm), self._passes.reader_of(loss_fn)
+        with self._passes.training(micro_batches):
+            schedule = self._passes.schedule(micro_batches, consume, reader_of, before_micro_batch, forward_only=False)
+            found = get_forward_backward_func()(**schedule)
+        return self._reduce(found)
 
     def evaluate(
         self, micro_batches: Sequence[TrainBatch], loss_fn: LossFn, norm: LossNorm
     ) -> tuple[float, dict[str, float]]:
         """Loss and metrics without gradients, dropout off."""
-        return self._reduce(self._passes.evaluate(micro_batches, loss_fn, norm))
+        consume, reader_of = losses_of(loss_fn, norm), self._passes.reader_of(loss_fn)
+        with self._passes.reading():
+            schedule = self._passes.schedule(micro_batches, consume, reader_of, forward_only=True)
+            found = get_forward_backward_func()(**schedule)
+        return self._reduce(found)
 
     def _reduce(self, results: Sequence[tuple[Tensor, Mapping[str, Tensor]]]) -> tuple[float, dict[str, float]]:
         reduced = None
@@ -164,8 +173,11 @@ class MegatronBackend:
 
     def logprobs(self, micro_batches: Sequence[TokenBatch], *, whole: bool = False) -> list[Tensor]:
         """[B, S] float32 logprobs on the CPU for each micro-batch, dropout off."""
-        read = self._passes.read(micro_batches, ReadScores(only_whole=whole))
-        return [found[0] for found in parallel.from_last_stage(read)]
+        reader = ReadScores(only_whole=whole)
+        with self._passes.reading():
+            schedule = self._passes.schedule(micro_batches, keep_scores, lambda _: reader, forward_only=True)
+            found = get_forward_backward_func()(**schedule)
+        return [scores_BS[0] for scores_BS in parallel.from_last_stage(on_cpu(found))]
 
     @property
     def vocab_size(self) -> int:

@@ -7,6 +7,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from nemo_offload_rl.backends.hf.model_folder import check_model_folder
@@ -14,7 +15,7 @@ from nemo_offload_rl.backends.megatron import parallel
 from nemo_offload_rl.backends.megatron.activation_offload import ActivationOffloading
 from nemo_offload_rl.backends.megatron.folder_match import check_shapes
 from nemo_offload_rl.backends.megatron.model import build_model
-from nemo_offload_rl.backends.megatron.passes import Passes
+from nemo_offload_rl.backends.megatron.passes import Passes, keep_scores, on_cpu
 from nemo_offload_rl.backends.ranks import max_over_ranks
 from nemo_offload_rl.backends.scoring.divergence import TopK
 from nemo_offload_rl.backends.scoring.readers import HiddenStates, ReadTopK
@@ -80,7 +81,10 @@ class FrozenMegatron:
     def read(self, micro_batches: Sequence[TokenBatch], reader: Reader) -> list[Any]:
         """See `FrozenModel`."""
         kind = TopK if isinstance(reader, ReadTopK) else HiddenStates
-        return [kind(*found) for found in parallel.from_last_stage(self._passes.read(micro_batches, reader))]
+        with self._passes.reading():
+            schedule = self._passes.schedule(micro_batches, keep_scores, lambda _: reader, forward_only=True)
+            found = get_forward_backward_func()(**schedule)
+        return [kind(*scores_BS) for scores_BS in parallel.from_last_stage(on_cpu(found))]
 
     def use_stream(self, streamed_layers: Callable[[], Iterator[str]]) -> None:
         """Not used: its layers are one group with all the rest."""

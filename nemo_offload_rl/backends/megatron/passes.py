@@ -7,12 +7,12 @@ comes out of the last pipeline stage is what a `Reader` makes of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from nemo_offload_rl.backends.megatron import parallel
@@ -77,42 +77,26 @@ class Passes:
         self.shard = VocabShard(tp_group.rank() * num_rows, tp_group if tp_group.size() > 1 else None)
         self.teacher_head: TeacherHead | None = None
 
-    def train(
-        self,
-        micro_batches: Sequence[TrainBatch],
-        loss_fn: LossFn,
-        norm: LossNorm,
-        before_micro_batch: Callable[[int], None],
-    ) -> list[tuple[Tensor, Mapping[str, Tensor]]]:
-        """Forward and backward; loss and metrics by micro-batch on the last pipeline stage, nothing on the others."""
+    @contextmanager
+    def training(self, micro_batches: Sequence[TrainBatch]) -> Iterator[None]:
+        """A forward and backward pass over the micro-batches of a global batch."""
         if self._adds_router_loss:
             num_tokens = num_tokens_of_step(micro_batches, self._device)
             self._config.moe_grad_scale_func = partial(router_loss_scale, self._config, num_tokens, self._device)
         with self._activations.training_pass(len(micro_batches)):
-            return self._run(
-                micro_batches, _Losses(loss_fn, norm), self._reader_of(loss_fn), before_micro_batch, forward_only=False
-            )
+            yield
 
-    @torch.no_grad()
-    def evaluate(
-        self, micro_batches: Sequence[TrainBatch], loss_fn: LossFn, norm: LossNorm
-    ) -> list[tuple[Tensor, Mapping[str, Tensor]]]:
-        """The same without gradients, dropout off."""
-        with self._activations.forward_only():
-            return self._run(micro_batches, _Losses(loss_fn, norm), self._reader_of(loss_fn), forward_only=True)
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """A pass without gradients, dropout off."""
+        with torch.no_grad(), self._activations.forward_only():
+            yield
 
-    @torch.no_grad()
-    def read(self, micro_batches: Sequence[TokenBatch], reader: Reader) -> list[Any]:
-        """What a reader gives by micro-batch on the CPU, on the last pipeline stage, nothing on the others."""
-        with self._activations.forward_only():
-            found = self._run(micro_batches, _keep, lambda _: reader, forward_only=True)
-        # At the end: each of these waits for the device.
-        return [tuple(None if value is None else value.cpu() for value in scores_BS) for scores_BS in found]
-
-    def _reader_of(self, loss_fn: LossFn) -> Callable[[Any], Reader]:
+    def reader_of(self, loss_fn: LossFn) -> Callable[[Any], Reader]:
+        """What a loss reads of a micro-batch that is on the device."""
         return lambda batch: reader_for(loss_fn, batch, self.teacher_head)
 
-    def _run(
+    def schedule(
         self,
         micro_batches: Sequence[Any],
         consume: Callable[[Any, Any], tuple[Tensor, Any]],
@@ -120,10 +104,16 @@ class Passes:
         before_micro_batch: Callable[[int], None] = lambda index: None,
         *,
         forward_only: bool,
-    ) -> list[Any]:
-        """Results of `consume`, which turns what was read of a micro-batch into a scalar and a result to keep."""
-        if not micro_batches:
-            return []
+    ) -> dict[str, Any]:
+        """Arguments of Megatron's schedule, which gives the results of `consume` on the last pipeline stage.
+
+        Args:
+            micro_batches: One or more, on the host.
+            consume: Turns what was read of a micro-batch into a scalar and a result to keep.
+            reader_of: The reader for a micro-batch that is on the device.
+            before_micro_batch: See `PolicyBackend`.
+            forward_only: Without backward.
+        """
         for chunk in self._chunks:
             chunk.train(not forward_only)
 
@@ -146,37 +136,34 @@ class Passes:
                 # No tokens: our losses are divided by the counts of the global batch already.
                 return scalar, torch.zeros((), dtype=torch.int, device=self._device), result
 
-            is_padding_RL = self._padding_of(laid_out) if self._counts_tokens and not forward_only else None
-            return self._forward(chunk, laid_out, is_padding_RL, reader_of(batch)), reduce
+            # What the reader gives on the last pipeline stage, hidden states on the others.
+            output = chunk(
+                input_ids=laid_out.ids_RL,
+                position_ids=laid_out.positions_RL,
+                attention_mask=None,  # causal, and rows are padded on the right
+                packed_seq_params=laid_out.packed,
+                padding_mask=self._padding_of(laid_out) if self._counts_tokens and not forward_only else None,
+                output_processor=partial(self._read, reader_of(batch)),
+                output_processor_context=laid_out,
+            )
+            return output, reduce
 
-        return get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iter(enumerate(micro_batches)),
-            model=list(self._chunks),
-            num_microbatches=len(micro_batches),
+        return {
+            "forward_step_func": forward_step,
+            "data_iterator": iter(enumerate(micro_batches)),
+            "model": list(self._chunks),
+            "num_microbatches": len(micro_batches),
             # Of fixed shapes, which only pipelines have that say so: ours tell each other the shapes.
-            seq_length=self._max_length,
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
+            "seq_length": self._max_length,
+            "micro_batch_size": 1,
+            "forward_only": forward_only,
+        }
 
     def _padding_of(self, laid_out: ModelInput) -> Tensor:
         """What routers are not to count. The first stage has Megatron split it with the sequence, the others do not."""
         if parallel.is_first_stage():
             return laid_out.is_padding_RL
         return laid_out.is_padding_RL.chunk(self._sequence_parallel_size, dim=1)[self._sequence_parallel_rank]
-
-    def _forward(self, chunk: Any, laid_out: ModelInput, is_padding_RL: Tensor | None, reader: Reader) -> Any:
-        """What the reader gives on the last pipeline stage, hidden states on the others."""
-        return chunk(
-            input_ids=laid_out.ids_RL,
-            position_ids=laid_out.positions_RL,
-            attention_mask=None,  # causal, and rows are padded on the right
-            packed_seq_params=laid_out.packed,
-            padding_mask=is_padding_RL,
-            output_processor=partial(self._read, reader),
-            output_processor_context=laid_out,
-        )
 
     def _read(
         self,
@@ -232,19 +219,23 @@ def _of_all_ranks(hidden_N1H: Tensor, splits: int) -> Tensor:
     return torch.cat(pieces, dim=1)
 
 
-class _Losses:
-    """Loss and metrics of a micro-batch."""
+def losses_of(loss_fn: LossFn, norm: LossNorm) -> Callable[[Any, TrainBatch], tuple[Tensor, Any]]:
+    """Loss and metrics of a micro-batch, for `Passes.schedule`."""
 
-    def __init__(self, loss_fn: LossFn, norm: LossNorm) -> None:
-        self._loss_fn = loss_fn
-        self._norm = norm
-
-    def __call__(self, scores_BS: Any, batch: TrainBatch) -> tuple[Tensor, tuple[Tensor, Mapping[str, Tensor]]]:
-        loss, metrics = read_loss(self._loss_fn, scores_BS, batch, self._norm)
+    def consume(scores_BS: Any, batch: TrainBatch) -> tuple[Tensor, tuple[Tensor, Mapping[str, Tensor]]]:
+        loss, metrics = read_loss(loss_fn, scores_BS, batch, norm)
         # A copy: the schedule scales the loss in place.
         return loss, (loss.detach().clone(), metrics)
 
+    return consume
 
-def _keep(scores_BS: tuple[Tensor | None, ...], batch: TokenBatch) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+
+def keep_scores(scores_BS: tuple[Tensor | None, ...], batch: TokenBatch) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """What was read of a micro-batch itself, for `Passes.schedule`."""
     assert scores_BS[0] is not None
     return scores_BS[0].new_zeros((), dtype=torch.float32), scores_BS
+
+
+def on_cpu(found: Sequence[tuple[Tensor | None, ...]]) -> list[Any]:
+    """Scores on the CPU; after all passes, since each tensor waits for the device."""
+    return [tuple(None if value is None else value.cpu() for value in scores_BS) for scores_BS in found]
