@@ -6,7 +6,7 @@
 # make test-models every family of models with an engine and over two ranks; writes benchmarks/results/models.json and the
 #                 table of docs/reference/models.md. ONLY="gemma2 or olmoe" make test-models for rows with one of these in their names
 # make test-gpu   tests that need a GPU (see README.md for its set-up)
-# make house      prints figures of the structure: imports, sizes; an error if one is worse than its limit
+# make house      prints figures of the structure: imports, sizes, ways to the model; an error if one is above its limit
 # make setup      the virtual environment .venv for a machine without a GPU
 # make setup-gpu  the same for a machine with GPUs; what must be compiled is compiled once and kept (requirements/build.py)
 # make flash-attn FlashAttention, which Transformer Engine may use instead of cuDNN's; compiled once (nvcc, a long time)
@@ -54,6 +54,7 @@ lint: setup
 
 house:
 	$(PYTHON) tests/support/house.py
+	$(PYTHON) -m pytest -q -s tests/functional/test_grpo_devices.py -k ways
 
 test-cpu: setup
 	$(PYTEST) -m "not gpu and not models"

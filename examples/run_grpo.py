@@ -1,11 +1,17 @@
 """GRPO: python examples/run_grpo.py --config examples/configs/grpo_math_1B.yaml grpo.max_num_steps=20."""
 
-from functools import partial
+import nemo_offload_rl
+from nemo_offload_rl.utils.cli import ending_process, parse_launch_arguments, set_up_logging
 
-from nemo_offload_rl.runs.loading import launch
-from nemo_offload_rl.utils.cli import run_main
 
-main = partial(launch, "grpo", "Train a policy with GRPO.", "examples/configs/grpo_math_1B.yaml")
+def main() -> None:
+    """Read the command line, check the configuration, run."""
+    arguments = parse_launch_arguments("Train a policy with GRPO.", "examples/configs/grpo_math_1B.yaml")
+    set_up_logging()
+    config = nemo_offload_rl.load_grpo_config(arguments.config, arguments.overrides)
+    nemo_offload_rl.run_grpo(config)
+
 
 if __name__ == "__main__":
-    run_main(main)
+    with ending_process():
+        main()

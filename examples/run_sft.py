@@ -1,11 +1,17 @@
 """SFT: python examples/run_sft.py --config examples/configs/sft.yaml sft.max_num_steps=20."""
 
-from functools import partial
+import nemo_offload_rl
+from nemo_offload_rl.utils.cli import ending_process, parse_launch_arguments, set_up_logging
 
-from nemo_offload_rl.runs.loading import launch
-from nemo_offload_rl.utils.cli import run_main
 
-main = partial(launch, "sft", "Fine-tune a model on conversations.", "examples/configs/sft.yaml")
+def main() -> None:
+    """Read the command line, check the configuration, run."""
+    arguments = parse_launch_arguments("Fine-tune a model on conversations.", "examples/configs/sft.yaml")
+    set_up_logging()
+    config = nemo_offload_rl.load_sft_config(arguments.config, arguments.overrides)
+    nemo_offload_rl.run_sft(config)
+
 
 if __name__ == "__main__":
-    run_main(main)
+    with ending_process():
+        main()

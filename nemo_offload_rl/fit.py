@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.utils.cli import run_main
+from nemo_offload_rl.utils.cli import ending_process
 
 if TYPE_CHECKING:
     from nemo_offload_rl.memory.account import Account, PhaseUse
@@ -158,4 +158,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    with ending_process():
+        sys.exit(main())

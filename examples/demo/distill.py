@@ -17,7 +17,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from nemo_offload_rl.utils.cli import run_main, set_up_logging
+from nemo_offload_rl.utils.cli import ending_process, set_up_logging
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -82,4 +82,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    with ending_process():
+        main()

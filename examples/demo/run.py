@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nemo_offload_rl.utils.cli import run_main, set_up_logging
+from nemo_offload_rl.utils.cli import ending_process, set_up_logging
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -158,4 +158,5 @@ def _mean(steps: list[dict[str, float]], key: str) -> float:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    with ending_process():
+        main()

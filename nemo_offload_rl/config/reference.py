@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from nemo_offload_rl.keys.master import (
     GrpoMasterConfig,
     SftMasterConfig,
 )
-from nemo_offload_rl.utils.cli import run_main
+from nemo_offload_rl.utils.cli import ending_process
 
 CONFIGS = Path("examples/configs")
 TARGET = Path("docs/reference/configuration.md")
@@ -164,4 +165,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    with ending_process():
+        sys.exit(main())

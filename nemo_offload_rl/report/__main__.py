@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_offload_rl.report.page import write_report
-from nemo_offload_rl.utils.cli import run_main
+from nemo_offload_rl.utils.cli import ending_process
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,4 +21,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    with ending_process():
+        sys.exit(main())

@@ -1,4 +1,4 @@
-"""Loads the YAML file of a run: reads it, applies overrides, checks every key and rule, converts. Launches runs.
+"""Loads the YAML file of a run: reads it, applies overrides, checks every key and rule, converts.
 
 A file of NeMo-RL's is turned into our keys first.
 """
@@ -11,9 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import nemo_offload_rl
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.utils.cli import parse_launch_arguments, set_up_logging
 
 if TYPE_CHECKING:
     from nemo_offload_rl.config.algorithms import Algorithm
@@ -57,24 +55,6 @@ def load_dpo_config(path: str | Path, overrides: Sequence[str] = ()) -> DpoConfi
 def load_eval_config(path: str | Path, overrides: Sequence[str] = ()) -> EvalConfig:
     """Load the configuration of an evaluation; arguments and errors as in `load_grpo_config`."""
     return _load("eval", path, overrides)
-
-
-def launch(name: str, description: str, default_config: str) -> None:
-    """Read the command line of a launch script, check the configuration, run.
-
-    Args:
-        name: The algorithm, one of `ALGORITHMS`.
-        description: What the script does, for `--help`.
-        default_config: The file that is used without `--config`.
-
-    Raises:
-        UserError: Something that the user can fix.
-    """
-    arguments = parse_launch_arguments(description, default_config)
-    set_up_logging()
-    config = _load(name, arguments.config, arguments.overrides)
-    run = getattr(nemo_offload_rl, f"run_{name}")
-    run(config)
 
 
 def load_for_planning(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, RuleSet[Any]]:

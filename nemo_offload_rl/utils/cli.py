@@ -7,11 +7,11 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import TextIO
 
 from nemo_offload_rl.errors import UserError
 
@@ -70,18 +70,16 @@ class LastLine(str):
     """A note of the exception that ends a run, printed last: where its results are and how to go on."""
 
 
-def run_main(main: Callable[[], int | None]) -> NoReturn:
-    """Run a script and end the process.
+@contextmanager
+def ending_process() -> Iterator[None]:
+    """Give the process the end that fits how a script, the body, ends.
 
     A `UserError` becomes one line on standard error and status 2, an interrupt the line `interrupted` and status 130,
     another signal, such as SIGTERM, a line with its name and status 128 + its number. Everything else is a bug and
     keeps its traceback and status 1. An error's notes of the class `LastLine` come last.
-
-    Args:
-        main: The script; returns the exit status, None for 0.
     """
     try:
-        status = main()
+        yield
         _flush()
     except UserError as error:
         _end_with(f"error: {' '.join(str(error).split())}", error)
@@ -94,7 +92,6 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
             if left.code == _BY_SIGNAL + number:
                 _end_with(f"ended by {number.name}", left)
         raise
-    sys.exit(status)
 
 
 def set_up_logging(level: int = logging.INFO) -> None:

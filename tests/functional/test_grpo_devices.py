@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
+from typing import Any
 
+import house
 import pytest
 import torch
 from model_families import drawn_model, family_config
@@ -115,7 +118,7 @@ def short_run(log_dir):
 def metrics_of(model_folder, tmp_path_factory, run_grpo, read_metrics):
     """Metrics of a short run with overrides, by step."""
 
-    def run(*overrides: str, **script: str) -> dict[int, dict[str, float]]:
+    def run(*overrides: str, **script: Any) -> dict[int, dict[str, float]]:
         log_dir = tmp_path_factory.mktemp("run")
         done = run_grpo(f"policy.model_name={model_folder}", *short_run(log_dir), *overrides, **script)
         assert done.status == 0, done.stderr
@@ -125,9 +128,22 @@ def metrics_of(model_folder, tmp_path_factory, run_grpo, read_metrics):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(metrics_of):
+def ways_file(tmp_path_factory):
+    return tmp_path_factory.mktemp("ways") / "ways.json"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(metrics_of, ways_file):
     """Metrics of a run in which policy and engine share the device and nothing happens, by step."""
-    return metrics_of(f"grpo.max_num_steps={FEW_STEPS}", script=ONE_PROCESS)
+    return metrics_of(f"grpo.max_num_steps={FEW_STEPS}", script=ONE_PROCESS, env={"WAYS_FILE": str(ways_file)})
+
+
+def check_ways(ways_file):
+    assert house.show(*house.measure_run(json.loads(ways_file.read_text())), house.RUN_LIMITS) == []
+
+
+def test_the_ways_from_the_launch_to_the_model_are_short_and_through_few_files(undisturbed, ways_file):
+    check_ways(ways_file)
 
 
 def same(steps: dict[int, dict[str, float]], numbers: range) -> list[dict[str, float]]:
@@ -201,19 +217,21 @@ def test_an_engine_that_never_sleeps_gives_the_same_numbers_and_nothing_leaves_f
         assert 0 < awake[step]["residency/bytes_in"] < undisturbed[step]["residency/bytes_in"]
 
 
-def check_megatron(metrics_of, expected, *overrides):
+def check_megatron(metrics_of, expected, *overrides, **script):
     first_rate = 0.2 * 3e-4  # of the warm-up
     rates = (f"policy.megatron_cfg.optimizer.lr={first_rate}", f"policy.megatron_cfg.optimizer.min_lr={first_rate}")
     options = (*MEGATRON, *MEGATRON_ON_CPU, *rates, "grpo.max_num_steps=2", *overrides)
-    megatron = metrics_of(*options, script="tests/support/megatron_grpo.py")
+    megatron = metrics_of(*options, script="tests/support/megatron_grpo.py", **script)
     for step in (1, 2):
         assert megatron[step]["train/grad_norm"] > 0
         for name in SAME:
             assert megatron[step][name] == pytest.approx(expected[step][name], rel=1e-4, abs=1e-6), (step, name)
 
 
-def test_megatron_gives_the_numbers_of_dtensor(undisturbed, metrics_of):
-    check_megatron(metrics_of, undisturbed)
+def test_megatron_gives_the_numbers_of_dtensor_by_ways_that_are_as_short(undisturbed, metrics_of, tmp_path):
+    ways_file = tmp_path / "ways.json"
+    check_megatron(metrics_of, undisturbed, env={"WAYS_FILE": str(ways_file)})
+    check_ways(ways_file)
 
 
 def test_megatron_gives_the_numbers_of_dtensor_with_experts_whose_states_stream(metrics_of, tmp_path):

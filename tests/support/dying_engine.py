@@ -17,7 +17,7 @@ from nemo_offload_rl.generation.vllm.engine import VllmEngine
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from run_grpo import main
 
-from nemo_offload_rl.utils.cli import run_main
+from nemo_offload_rl.utils.cli import ending_process
 
 GENERATION = 2  # the call of the second step
 # The third step's and the fifth's; beside one call a step there are one of the start and one of each restart.
@@ -71,4 +71,5 @@ class DyingEngine(engines.RayGenerationEngine):
 
 if __name__ == "__main__":
     engines.RayGenerationEngine = DyingEngine
-    run_main(main)
+    with ending_process():
+        main()

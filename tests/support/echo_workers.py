@@ -1,6 +1,6 @@
 """Plain classes for worker groups, importable in Ray's worker processes; what takes long to import is left out.
 
-As a script: a driver, `run_until_stopped`, with a second argument under `run_main`.
+As a script: a driver, `run_until_stopped`, with a second argument under `ending_process`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_offload_rl.errors import DataError, WorkerDiedError
 from nemo_offload_rl.keys.run import ClusterConfig
-from nemo_offload_rl.utils.cli import run_main
+from nemo_offload_rl.utils.cli import ending_process
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -161,5 +161,7 @@ def run_until_stopped(ready_file: str) -> None:
 
 if __name__ == "__main__":
     if sys.argv[2:]:
-        run_main(lambda: run_until_stopped(sys.argv[1]))
-    run_until_stopped(sys.argv[1])
+        with ending_process():
+            run_until_stopped(sys.argv[1])
+    else:
+        run_until_stopped(sys.argv[1])

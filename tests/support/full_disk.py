@@ -23,7 +23,7 @@ from nemo_offload_rl.keys.run import CheckpointingConfig
 from nemo_offload_rl.policy.policy import Policy
 from nemo_offload_rl.policy.worker import PolicyWorker
 from nemo_offload_rl.protocols.backend import ProcessInfo
-from nemo_offload_rl.utils.cli import run_main
+from nemo_offload_rl.utils.cli import ending_process
 
 NUM_STEPS = 8
 SMALL = ("-t", "tmpfs", "-o", "size=600k", "tmpfs")
@@ -87,4 +87,5 @@ def train(policy: Policy, loader: ShuffledLoader[int], keeper: CheckpointKeeper,
 
 
 if __name__ == "__main__":
-    run_main(main)
+    with ending_process():
+        main()

@@ -18,7 +18,7 @@ from one_process_grpo import LocalEngine
 from nemo_offload_rl.generation.vllm.engine_args import vllm_env
 from nemo_offload_rl.keys.run_configs import EvalConfig
 from nemo_offload_rl.runs import evaluation
-from nemo_offload_rl.utils.cli import run_main
+from nemo_offload_rl.utils.cli import ending_process
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from run_eval import main
@@ -39,4 +39,5 @@ def local_engine(config: EvalConfig) -> Iterator[LocalEngine]:
 
 if __name__ == "__main__":
     evaluation.evaluation_engine = local_engine
-    run_main(main)
+    with ending_process():
+        main()

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NoReturn
 
 import torch._dynamo
+import ways
 from engine_process import engine_here
 
 from nemo_offload_rl.distributed.generation_engine import RayGenerationEngine
@@ -31,7 +31,7 @@ from nemo_offload_rl.utils.timer import PhaseTimer
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from run_grpo import main
 
-from nemo_offload_rl.utils.cli import run_main
+from nemo_offload_rl.utils.cli import ending_process
 
 
 class LocalEngine(RayGenerationEngine):
@@ -64,10 +64,13 @@ def local_workers(
         engine.shutdown()
 
 
-def run_in_this_process(main: Callable[[], None] = main) -> NoReturn:
-    """What a launch script does, without other processes."""
+def run_in_this_process(main: Callable[[], None] = main) -> None:
+    """Do what a launch script does, without other processes; ways go to the file that `WAYS_FILE` names."""
     grpo_setup.grpo_workers = local_workers
-    run_main(main)
+    if "WAYS_FILE" in os.environ:
+        ways.record(Path(os.environ["WAYS_FILE"]))
+    with ending_process():
+        main()
 
 
 if __name__ == "__main__":

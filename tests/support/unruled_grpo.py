@@ -9,10 +9,12 @@ import torch
 from one_process_grpo import main, run_in_this_process  # pyright: ignore[reportAttributeAccessIssue]
 
 from nemo_offload_rl.models import served
-from nemo_offload_rl.utils.cli import run_main
+from nemo_offload_rl.utils.cli import ending_process
 
 if __name__ == "__main__":
     served.SETTINGS = {}
     if torch.cuda.is_available():
-        run_main(main)
-    run_in_this_process()
+        with ending_process():
+            main()
+    else:
+        run_in_this_process()

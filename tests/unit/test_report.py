@@ -12,7 +12,7 @@ from nemo_offload_rl.report import read_metrics, write_report
 from nemo_offload_rl.report.__main__ import main
 from nemo_offload_rl.report.figures import SECTIONS, Layers, Lines, phase_layers, residency_layers
 from nemo_offload_rl.report.page import residency_rows, summary
-from nemo_offload_rl.utils.cli import run_main
+from nemo_offload_rl.utils.cli import ending_process
 
 
 def write_run(folder: Path, num_steps: int = 5) -> Path:
@@ -271,8 +271,8 @@ def test_a_folder_without_metrics_is_one_clear_line(tmp_path: Path, content: str
 
 
 def test_a_missing_folder_ends_with_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        run_main(lambda: main([str(tmp_path / "nowhere")]))
+    with pytest.raises(SystemExit) as caught, ending_process():
+        main([str(tmp_path / "nowhere")])
     assert caught.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.utils.cli import LastLine, parse_launch_arguments, run_main, set_up_logging
+from nemo_offload_rl.utils.cli import LastLine, ending_process, parse_launch_arguments, set_up_logging
 
 
 def test_overrides_may_stand_on_both_sides_of_the_option() -> None:
@@ -55,15 +55,15 @@ def noted(error: BaseException) -> BaseException:
 def test_the_end_of_a_script(
     main: Callable[[], int | None], status: int | None, stderr: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as caught:
-        run_main(main)
+    with pytest.raises(SystemExit) as caught, ending_process():
+        sys.exit(main())
     assert caught.value.code == status
     assert capsys.readouterr().err == stderr
 
 
 def test_a_bug_keeps_its_traceback() -> None:
-    with pytest.raises(ZeroDivisionError):
-        run_main(lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError), ending_process():
+        _ = 1 // 0
 
 
 def test_the_command_line_loads_no_heavy_module() -> None:

@@ -103,7 +103,7 @@ def test_what_a_stream_cannot_encode_is_shown_by_its_code() -> None:
 
 SHOWS_STEPS = """
 import os, sys, time
-from nemo_offload_rl.utils.cli import run_main, set_up_logging
+from nemo_offload_rl.utils.cli import ending_process, set_up_logging
 from nemo_offload_rl.utils.progress import RunProgress
 
 def main():
@@ -114,7 +114,8 @@ def main():
             progress.step_done(step, {}, {"total": 1.0})
     os.write(2, b"both steps done\\n")
 
-run_main(main)
+with ending_process():
+    main()
 """
 
 
