@@ -1,4 +1,4 @@
-"""What every run with rollouts shares: which steps it makes, and each step's rollouts, validation, save and log.
+"""The loop of a run with rollouts: which steps it makes, and each step's rollouts, validation, save and log.
 
 `grpo.py` and `distillation.py` have a step from top to bottom; docs/design/step.md has the memory side of it.
 """
@@ -97,7 +97,7 @@ class RolloutLoop:
     # -- the run
 
     def watching(self, last_step: int, resume_from: Checkpoint | None) -> AbstractContextManager[None]:
-        """See `RunEnd`: what the steps are made in."""
+        """The context that steps are made in; see `RunEnd`."""
         return self._end.watching(0 if resume_from is None else resume_from.step, last_step)
 
     def steps(self, last_step: int, resume_from: Checkpoint | None) -> Iterator[int]:

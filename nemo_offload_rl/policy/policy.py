@@ -68,7 +68,7 @@ def _num_bytes(path: Path) -> int:
 
 
 class _Ranks:
-    """Who gets which rows: ranks that share a data-parallel rank get the same, and answer the same.
+    """Deals rows to ranks; those that share a data-parallel rank get the same, and answer the same.
 
     Args:
         parallel: How the model is spread over ranks.

@@ -93,7 +93,7 @@ class Passes:
             yield
 
     def reader_of(self, loss_fn: LossFn) -> Callable[[Any], Reader]:
-        """What a loss reads of a micro-batch that is on the device."""
+        """Give the reader of each micro-batch that is on the device."""
         return lambda batch: reader_for(loss_fn, batch, self.teacher_head)
 
     def schedule(
@@ -231,7 +231,7 @@ def losses_of(loss_fn: LossFn, norm: LossNorm) -> Callable[[Any, TrainBatch], tu
 
 
 def keep_scores(scores_BS: tuple[Tensor | None, ...], batch: TokenBatch) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """What was read of a micro-batch itself, for `Passes.schedule`."""
+    """The scores of a micro-batch as they were read, for `Passes.schedule`."""
     assert scores_BS[0] is not None
     return scores_BS[0].new_zeros((), dtype=torch.float32), scores_BS
 
