@@ -34,18 +34,9 @@ from nemo_offload_rl.keys.generation import GenerationConfig
 from nemo_offload_rl.keys.grpo import DistillationLossConfig, DistillationSectionConfig
 from nemo_offload_rl.protocols.loss import Divergence, DivergenceLoss, DivergenceScores
 
-SECTION = "distillation"
-
 
 class DistillationTrainer:
-    """Runs the steps.
-
-    Args:
-        settings: The keys `distillation.*`.
-        loss: The keys `loss_fn.*`.
-        generation: The keys `policy.generation.*`.
-        parts: See `RolloutParts`; `policy` has student and teacher.
-    """
+    """Runs the steps; arguments are those of `GrpoTrainer`. The policy's workers have student and teacher."""
 
     def __init__(
         self,
@@ -62,7 +53,7 @@ class DistillationTrainer:
             settings,
             generation,
             parts,
-            section=SECTION,
+            section="distillation",
             bring=parts.policy.prepare_for_teacher,
             shown={"loss": "loss", "reward": "reward_mean"},
             trains_on_rewards=False,
@@ -96,7 +87,7 @@ class DistillationTrainer:
         with timer.phase("training"):
             with timer.phase("enter"):
                 policy.prepare_for_training()
-            with loop.updating():
+            with loop.end.updating():
                 result = policy.train(training_batch, self._loss, loop.rows_of_updates(rollouts))
         del training_batch  # it may have the teacher's hidden states of every token
         about_step = step_metrics(groups, result, timer.seconds(), parts.speed, {"teacher": "teacher"})

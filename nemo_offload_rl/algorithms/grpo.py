@@ -89,12 +89,7 @@ class GrpoTrainer:
         self._needs_reference = loss.reference_policy_kl_penalty != 0
 
     def run(self, last_step: int, resume_from: Checkpoint | None) -> None:
-        """Train until `last_step`.
-
-        Args:
-            last_step: Number of the last step, from 1.
-            resume_from: Where to go on; None starts with the first step.
-        """
+        """Train until `last_step`, from where a checkpoint goes on or from the first step."""
         loop, ahead, first_step = self._loop, self._ahead, 1 if resume_from is None else resume_from.step + 1
         with (
             nullcontext() if ahead is None else ahead.collecting(first_step, last_step),
@@ -152,7 +147,7 @@ class GrpoTrainer:
         with timer.phase("training"):
             with timer.phase("enter"):
                 policy.prepare_for_training()
-            with loop.updating():
+            with loop.end.updating():
                 result = policy.train(training_batch, self._loss, loop.rows_of_updates(rollouts))
         seconds = timer.seconds()
         if groups.seconds:

@@ -50,6 +50,7 @@ class RolloutLoop:
         timer: Of the phases of a step.
         engine: Asks the engine, and hands the devices over.
         sampler: Draws rollouts for validation and for `draw`.
+        end: Ends the run.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class RolloutLoop:
         self._last_validation: Mapping[str, float] | None = None  # of the last step, {} without one
         self._about_data = overlong_metrics(parts.overlong_rows)  # until a step has been logged
         parts.memory.follow(self.timer.current)
-        self._end = RunEnd(
+        self.end = RunEnd(
             parts.checkpoints,
             parts.policy,
             parts.logger.run_dir,
@@ -98,7 +99,7 @@ class RolloutLoop:
 
     def watching(self, last_step: int, resume_from: Checkpoint | None) -> AbstractContextManager[None]:
         """The context that steps are made in; see `RunEnd`."""
-        return self._end.watching(0 if resume_from is None else resume_from.step, last_step)
+        return self.end.watching(0 if resume_from is None else resume_from.step, last_step)
 
     def steps(self, last_step: int, resume_from: Checkpoint | None) -> Iterator[int]:
         """Numbers of the steps to make, after a validation at the start, or from where a checkpoint goes on."""
@@ -114,7 +115,7 @@ class RolloutLoop:
         while step < last_step and parts.loader.num_batches_left:
             step += 1
             yield step
-            if self._end.step_done(step, last_step):
+            if self.end.step_done(step, last_step):
                 break
 
     def end_early(self, step: int) -> None:
@@ -140,14 +141,9 @@ class RolloutLoop:
         generated: Callable[[], object] | None = None,
         sampler: RolloutSampler | None = None,
     ) -> RolloutBatch:
-        """Rollouts of one generation batch of a step.
+        """Rollouts of a step's generation batch of the number `draw`; another thread gives a `sampler` of its own.
 
-        Args:
-            step: Number of the step.
-            draw: Number of the batch in the step.
-            prompts: What to answer.
-            generated: Called when the engine has said all, before the last turn is scored.
-            sampler: Of another thread; None for the trainer's.
+        `generated` is called when the engine has said all, before the last turn is scored.
 
         Raises:
             DataError: There is nothing in them to train on.
@@ -163,10 +159,6 @@ class RolloutLoop:
                 f"step {step}: not one of {len(batch)} rollouts has {lacking}, so there is nothing to train on{why}"
             )
         return batch
-
-    def updating(self) -> AbstractContextManager[None]:
-        """See `RunEnd`."""
-        return self._end.updating()
 
     def rows_of_updates(self, rollouts: RolloutBatch) -> list[Tensor] | None:
         """Rows of `rollouts.collate` by update, each of as many rollouts; None where a rollout is a row."""
@@ -184,7 +176,7 @@ class RolloutLoop:
         """
         self._total_tokens += about_step["num_tokens"]
         about_step["total_tokens"] = self._total_tokens
-        self._end.trained(step, self._parts.loader.state_dict(), about_step)
+        self.end.trained(step, self._parts.loader.state_dict(), about_step)
         self._logger.log(step, about_step, "train")
         self._logger.log(step, self._about_data, "data")
         self._about_data = {}
@@ -200,7 +192,7 @@ class RolloutLoop:
 
     def save_if_due(self, step: int, validation: Mapping[str, float], *, is_last: bool) -> None:
         """Save the step with the metrics of its validation."""
-        if self._end.save_is_due(step, is_last):
+        if self.end.save_is_due(step, is_last):
             self._save(validation)
 
     @contextmanager
@@ -246,7 +238,7 @@ class RolloutLoop:
         with self.timer.phase("checkpoint"):
             if self._parts.checkpoints.exports_weights:
                 self.engine.sleep()
-            self._end.save(validation)
+            self.end.save(validation)
 
 
 def _accuracy(metrics: Mapping[str, float]) -> dict[str, str]:

@@ -68,12 +68,7 @@ def _num_bytes(path: Path) -> int:
 
 
 class _Ranks:
-    """Deals rows to ranks; those that share a data-parallel rank get the same, and answer the same.
-
-    Args:
-        parallel: How the model is spread over ranks.
-        world_size: All ranks.
-    """
+    """Deals rows to ranks; those that share a data-parallel rank get the same, and answer the same."""
 
     def __init__(self, parallel: ModelParallel, world_size: int) -> None:
         self.dp_size = world_size // parallel.ranks_per_copy

@@ -105,14 +105,10 @@ class Passes:
         *,
         forward_only: bool,
     ) -> dict[str, Any]:
-        """Arguments of Megatron's schedule, which gives the results of `consume` on the last pipeline stage.
+        """Arguments of Megatron's schedule for one or more micro-batches.
 
-        Args:
-            micro_batches: One or more, on the host.
-            consume: Turns what was read of a micro-batch into a scalar and a result to keep.
-            reader_of: The reader for a micro-batch that is on the device.
-            before_micro_batch: See `PolicyBackend`.
-            forward_only: Without backward.
+        It returns, on the last pipeline stage, the results of `consume`, which turns what the reader gave of a
+        micro-batch into a scalar and a result to keep.
         """
         for chunk in self._chunks:
             chunk.train(not forward_only)

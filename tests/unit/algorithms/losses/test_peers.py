@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nemo_offload_rl.algorithms.advantages import token_advantages
 from nemo_offload_rl.algorithms.agreement import disagreement, without_disagreement
-from nemo_offload_rl.algorithms.distillation import SECTION, DistillationLoss
+from nemo_offload_rl.algorithms.distillation import DistillationLoss
 from nemo_offload_rl.algorithms.losses import ClippedPGLoss
 from nemo_offload_rl.data.batch import SampledBatch, TopKBatch
 from nemo_offload_rl.errors import ConfigError
@@ -332,7 +332,7 @@ def test_tokens_outside_the_policys_nucleus_are_no_disagreement_but_a_step_of_mo
     assert disagreement(3, 1.0, 0.3, 1.5) is None
     assert disagreement(3, 1.0, 1.0, None) is None
     assert "step 3: 60% of the tokens that the engine sampled" in (disagreement(3, 1.2, 0.6, 1.6) or "")
-    assert "above distillation.max_token" in (disagreement(3, 1.7, 0.0, 1.5, SECTION) or "")
+    assert "above distillation.max_token" in (disagreement(3, 1.7, 0.0, 1.5, "distillation") or "")
     # Of tokens inside the error is 1.8: those outside count 1 in the mean over all.
     assert "(token_mult_prob_error is 1.8 where 1 is agreement)" in (disagreement(3, 1.4, 0.5, 1.5) or "")
 
