@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
+from typing import Any
 
 from nemo_offload_rl.backends.alternatives import advice
 from nemo_offload_rl.backends.dtensor.supported import (
@@ -163,20 +164,22 @@ def parallel_sizes_divide_the_world(cfg: PolicyRun) -> str | None:
     return sizes_problem(dtensor, cfg.cluster.world_size) if dtensor.enabled else None
 
 
+def _trained_model(cfg: PolicyRun) -> Mapping[str, Any] | None:
+    """The model's config.json; None where it is not known, or this backend does not train it."""
+    model = local_model_config(cfg) if cfg.policy.dtensor_cfg.enabled else None
+    return None if model is None or unsupported(model) else model
+
+
 def rows_of_the_model_can_be_shared(cfg: PolicyRun) -> str | None:
     """Context parallelism needs attention without soft-caps and sinks, and rotary frequencies that do not change."""
-    model, dtensor = local_model_config(cfg), cfg.policy.dtensor_cfg
-    if not dtensor.enabled or model is None or unsupported(model):
-        return None
-    return context_problem(model, dtensor.context_parallel_size, cfg.policy.max_total_sequence_length)
+    model, size = _trained_model(cfg), cfg.policy.dtensor_cfg.context_parallel_size
+    return None if model is None else context_problem(model, size, cfg.policy.max_total_sequence_length)
 
 
 def sequence_parallelism_splits_the_model(cfg: PolicyRun) -> str | None:
     """Sequence parallelism needs a plan of the model that splits attention and MLPs, each with one split of rows."""
-    model, dtensor = local_model_config(cfg), cfg.policy.dtensor_cfg
-    if not dtensor.enabled or not dtensor.sequence_parallel or model is None or unsupported(model):
-        return None
-    return sequence_problem(model, declared_plan(model["model_type"]))
+    model = _trained_model(cfg) if cfg.policy.dtensor_cfg.sequence_parallel else None
+    return None if model is None else sequence_problem(model, declared_plan(model["model_type"]))
 
 
 def host_held_training_has_one_worker(cfg: PolicyRun) -> str | None:
@@ -196,10 +199,8 @@ def one_worker_problem(policy: TrainedPolicyConfig, num_workers: int) -> str | N
 
 def host_held_training_draws_nothing(cfg: PolicyRun) -> str | None:
     """`cpu_offload` excludes dropout of the model."""
-    model, policy = local_model_config(cfg), cfg.policy
-    if not (policy.dtensor_cfg.enabled and policy.dtensor_cfg.cpu_offload and policy.dropout) or model is None:
-        return None
-    return DROPS_AT_RANDOM if dropout_rates(model) else None
+    model = _trained_model(cfg) if cfg.policy.dtensor_cfg.cpu_offload and cfg.policy.dropout else None
+    return DROPS_AT_RANDOM if model is not None and dropout_rates(model) else None
 
 
 def dtensor_trains_the_model(cfg: PolicyRun) -> str | None:
@@ -215,16 +216,15 @@ def dtensor_trains_the_model(cfg: PolicyRun) -> str | None:
 
 def tensor_parallelism_splits_the_model(cfg: PolicyRun) -> str | None:
     """DTensor's tensor-parallel size divides heads, inner sizes and vocabulary, as the model's plan splits them."""
-    model, dtensor = local_model_config(cfg), cfg.policy.dtensor_cfg
-    if not dtensor.enabled or dtensor.tensor_parallel_size == 1 or model is None or unsupported(model):
-        return None
-    return split_problem(model, declared_plan(model["model_type"]), dtensor.tensor_parallel_size)
+    size = cfg.policy.dtensor_cfg.tensor_parallel_size
+    model = _trained_model(cfg) if size > 1 else None
+    return None if model is None else split_problem(model, declared_plan(model["model_type"]), size)
 
 
 def experts_divide_over_devices(cfg: PolicyRun) -> str | None:
     """DTensor's expert parallelism needs a model with experts that divide, and no tensor parallelism."""
-    model, dtensor = local_model_config(cfg), cfg.policy.dtensor_cfg
-    if not dtensor.enabled or model is None or unsupported(model):
+    model, dtensor = _trained_model(cfg), cfg.policy.dtensor_cfg
+    if model is None:
         return None
     return experts_problem(model, dtensor.tensor_parallel_size, dtensor.expert_parallel_size)
 
