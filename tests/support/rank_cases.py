@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -18,21 +21,57 @@ from policy_cases import (
     grad_norm,
     hf_logprobs,
     hf_loss_and_grads,
-    hf_lowest,
     make_batch,
     make_settings,
     make_sparse_batch,
     poison_grads,
+    save_family,
     shard,
     worker_of,
 )
 from safetensors.torch import load_file
 from token_stat_cases import hf_token_stats, with_predicted_tokens
-from transformers import AutoModelForCausalLM
+from torch import Tensor
 
 from nemo_offload_rl.backends.factory import expected_bytes
 from nemo_offload_rl.backends.hf.hub_names import HubNames
+from nemo_offload_rl.data.batch import TrainBatch
 from nemo_offload_rl.protocols.loss import TokenStat
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What Hugging Face's model makes of a batch.
+
+    Attributes:
+        batch: About half of its tokens are those that the model would choose.
+        logprobs_BS: Of all of its tokens.
+        loss: Mean NLL.
+        grads: Of that.
+        stats: Means over the counted tokens.
+    """
+
+    batch: TrainBatch
+    logprobs_BS: Tensor
+    loss: float
+    grads: dict[str, Tensor]
+    stats: dict[TokenStat, float]
+
+
+def save_families(root: Path, families: Sequence[str]) -> None:
+    """Write a folder for each family, and next to it references that all ranks of all layouts read."""
+    for family in families:
+        model = save_family(root / family, family)
+        for sparse in (False, True):
+            batch = with_predicted_tokens(model, make_sparse_batch() if sparse else make_batch())
+            loss, grads = hf_loss_and_grads(model, batch)
+            logprobs_BS = hf_logprobs(model, batch).detach()
+            reference = Reference(batch, logprobs_BS, loss, grads, hf_token_stats(model, batch))
+            torch.save(reference, _reference_path(root / family, sparse))
+
+
+def _reference_path(folder: Path, sparse: bool) -> Path:
+    return folder.with_name(f"{folder.name}.{'sparse' if sparse else 'dense'}.pt")
 
 
 def make_worker(process, folder, *, keep_reference=False, **changes):
@@ -41,44 +80,44 @@ def make_worker(process, folder, *, keep_reference=False, **changes):
 
 def equals_hugging_face(process, folder, *, same_names=True, sparse=False, **changes):
     """Loss, gradients, their norm, logprobs and refit tensors of a fresh worker."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    batch = make_sparse_batch() if sparse else make_batch()
-    batch = with_predicted_tokens(model, batch)
-    expected_stats = hf_token_stats(model, batch)
-    expected_loss, expected_grads = hf_loss_and_grads(model, batch)
+    expected: Reference = torch.load(_reference_path(Path(folder), sparse), weights_only=False)
+    batch = expected.batch
     with make_worker(process, folder, **changes) as worker:
         early, exact = expected_bytes(worker._settings, process).state, worker._backend.expected_bytes()
         assert not early or all(exact[row] <= early[row] < 1.1 * exact[row] for row in exact)
         mine = shard(batch, worker)
         worker.prepare_for_lp_inference()
-        assert_close(worker.get_logprobs(mine), hf_logprobs(model, mine).detach())
+        first_row = worker._backend.rank_info.dp_rank * len(mine)
+        assert_close(worker.get_logprobs(mine), expected.logprobs_BS[first_row : first_row + len(mine)])
         accuracy = worker.evaluate(mine, NLL(TokenStat.ACCURACY)).metrics["token_accuracy"]
-        assert accuracy == [pytest.approx(expected_stats[TokenStat.ACCURACY])]
+        assert accuracy == [pytest.approx(expected.stats[TokenStat.ACCURACY])]
         worker.prepare_for_training()
         loss, metrics = worker.forward_backward(mine, NLL(TokenStat.ENTROPY))
-        assert metrics["entropy"] == pytest.approx(expected_stats[TokenStat.ENTROPY], rel=1e-5)
-        assert_close(loss, expected_loss)
+        assert metrics["entropy"] == pytest.approx(expected.stats[TokenStat.ENTROPY], rel=1e-5)
+        assert_close(loss, expected.loss)
         assert metrics["seqs"] == 7
-        assert_close(metrics["logprob_min"], hf_lowest(model, batch))
+        assert_close(metrics["logprob_min"], float(expected.logprobs_BS[batch.loss_mask > 0].min()))
         if same_names:
             # A mean over few tokens has gradients above 1, where Hugging Face's own are 2e-6 from those in float64.
-            assert_close(full_grads(worker), expected_grads)
-        expected_norm = torch.nn.utils.get_total_norm(expected_grads.values())
-        assert_close(grad_norm(worker), float(expected_norm))
+            assert_close(full_grads(worker), expected.grads)
+        assert_close(grad_norm(worker), float(torch.nn.utils.get_total_norm(expected.grads.values())))
         worker.zero_grad()
         worker.offload_before_refit()
-        assert_equal(divided(worker.named_weights(), model), load_file(Path(folder) / "model.safetensors"))
+        assert_equal(divided(worker.named_weights(), folder), load_file(Path(folder) / "model.safetensors"))
 
 
-def divided(weights, model):
-    """Weights as the files of the model's family divide them: those of experts have one tensor each."""
-    hub = HubNames(model.config.model_type)
+def divided(weights: Iterable[tuple[str, Tensor]], folder: Path | str) -> dict[str, Tensor]:
+    """Weights as the files of the folder's family divide them: those of experts have one tensor each."""
+    hub = HubNames(json.loads((Path(folder) / "config.json").read_text())["model_type"])
     return {own_name: part for name, tensor in weights for own_name, part in hub.divided(name, tensor)}
 
 
 def goes_on_bit_by_bit(process, folder, **changes):
     """Steps with every phase between them, a reference pass that fails and a resume from disk, against none of it."""
-    changes = {"train_micro_batch_size": 2, **changes}  # a rank of two has two micro-batches
+    tp, ep = changes.get("tensor_parallel_size", 1), changes.get("expert_parallel_size", 1)
+    cp = changes.get("context_parallel_size", 1)
+    # Two micro-batches of each rank's rows.
+    changes = {"train_micro_batch_size": max(1, 4 * tp * cp // process.world_size), **changes}
     changes |= {"clip_grad": 0.5} if changes.get("backend") == "megatron" else {"max_grad_norm": 0.5}
     batches = [make_batch(seed=seed) for seed in range(3)]
     with make_worker(process, folder, **changes) as worker:
@@ -86,8 +125,6 @@ def goes_on_bit_by_bit(process, folder, **changes):
         results = [worker.train(shard(batch, worker), NLL()) for batch in batches]
         params, optimizer = full_params(worker), full_optimizer(worker)
 
-    tp, ep = changes.get("tensor_parallel_size", 1), changes.get("expert_parallel_size", 1)
-    cp = changes.get("context_parallel_size", 1)
     saved = Path(folder).parent / (f"saved-{tp}" if ep == cp == 1 else f"saved-{tp}-{cp}-experts-{ep}")
     with make_worker(
         process,
@@ -125,7 +162,7 @@ def goes_on_bit_by_bit(process, folder, **changes):
         worker.load_checkpoint(saved)
         worker.prepare_for_training()
         exported = load_file(saved.with_suffix(".hf") / "model.safetensors")
-        assert_equal(exported, divided(full_params(worker).items(), AutoModelForCausalLM.from_pretrained(folder)))
+        assert_equal(exported, divided(full_params(worker).items(), folder))
         assert worker.train(shard(batches[2], worker), NLL()) == results[2]
         assert_equal(full_params(worker), params)
         assert_equal(full_optimizer(worker), optimizer)

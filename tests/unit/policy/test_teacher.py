@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from nemo_offload_rl.residency import TEACHER, TEACHER_HEAD, Placement
 ONE_RANK = ProcessInfo(rank=0, world_size=1, init_method="", device="cpu")
 LOSS = DistillationLoss(DistillationLossConfig(kl_type="mixed", mixed_kl_weight=0.3, zero_outside_topk=False))
 TEMPERATURE = 0.8
+BATCH = make_sparse_batch()
 PACKED = {"enabled": True, "train_mb_tokens": 40, "logprob_mb_tokens": 48, "sequence_length_round": 4}
 
 
@@ -75,27 +77,30 @@ def with_teacher(batch: TrainBatch, known: tuple[Tensor, ...]) -> TrainBatch:
     return HiddenStatesBatch(**tensors, teacher_hidden=known[0])
 
 
-def hf_logprobs_BSV(folder: Path, batch: TrainBatch, model: Any = None) -> Tensor:
+def hf_logprobs_BSV(model: Any, batch: TrainBatch) -> Tensor:
     """[B, S, V] float32: before each token, at the temperature; column 0 is of no token."""
-    model = model or AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     logits_BSV = model(batch.input_ids).logits / TEMPERATURE
     return torch.nn.functional.pad(logits_BSV[:, :-1].log_softmax(-1), (0, 0, 1, 0))
 
 
-def hf_loss_and_grads(folders: tuple[Path, Path], batch: TrainBatch, k: int | None) -> tuple[Tensor, dict[str, Tensor]]:
-    student = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32)
-    mine, its = hf_logprobs_BSV(folders[0], batch, student), hf_logprobs_BSV(folders[1], batch).detach()
+@cache
+def hugging_faces(folders: tuple[Path, Path], k: int | None) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The teacher's logprobs [B, S, V] of `BATCH`, and the student's loss and gradients."""
+    student, teacher = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in folders)
+    mine, whole = hf_logprobs_BSV(student, BATCH), hf_logprobs_BSV(teacher, BATCH).detach()
+    its = whole
     if k is not None:
         its, ids = its.topk(k, dim=-1)
         mine, its = mine.gather(-1, ids).log_softmax(-1), its.log_softmax(-1)
     forward, reverse = (its.exp() * (its - mine)).sum(-1), (mine.exp() * (mine - its)).sum(-1)
-    loss = ((0.3 * forward + 0.7 * reverse) * batch.loss_mask).sum() / batch.loss_mask.sum()
+    loss = ((0.3 * forward + 0.7 * reverse) * BATCH.loss_mask).sum() / BATCH.loss_mask.sum()
     loss.backward()
-    return loss.detach(), {name: parameter.grad for name, parameter in student.named_parameters()}
+    return whole, loss.detach(), {name: parameter.grad for name, parameter in student.named_parameters()}
 
 
 def equals_hugging_face(process: ProcessInfo, folders: tuple[Path, Path], k: int | None, **changes: Any) -> None:
-    batch = make_sparse_batch()
+    batch = BATCH
+    whole, expected_loss, expected_grads = hugging_faces(folders, k)
     with worker_with_teacher(process, folders, k, **changes) as worker:
         teacher_info = worker._teacher.model.rank_info
         rows = len(batch) // teacher_info.dp_size
@@ -107,9 +112,8 @@ def equals_hugging_face(process: ProcessInfo, folders: tuple[Path, Path], k: int
         assert worker.residency.location("params") is Placement.HOST
         known = worker.read_teacher(batch.select(its))
         counted_BS = batch.select(its).loss_mask != 0
-        expected = hf_logprobs_BSV(folders[1], batch.select(its)).detach()
         if k is not None:
-            values, ids = expected.topk(k, dim=-1)
+            values, ids = whole[list(its)].topk(k, dim=-1)
             assert torch.equal(known[1][counted_BS].long(), ids[counted_BS])
             assert_close(known[0][counted_BS], values[counted_BS])
         assert all(not value[~counted_BS].any() for value in known)
@@ -117,14 +121,12 @@ def equals_hugging_face(process: ProcessInfo, folders: tuple[Path, Path], k: int
             gathered = [[torch.empty_like(value) for _ in range(process.world_size)] for value in known]
             for pieces, value in zip(gathered, known, strict=True):
                 torch.distributed.all_gather(pieces, value)
-            whole = with_teacher(batch, tuple(torch.cat(pieces) for pieces in gathered))
-            mine = shard(whole, worker)
+            mine = shard(with_teacher(batch, tuple(torch.cat(pieces) for pieces in gathered)), worker)
         else:
             mine = with_teacher(batch.select(its), known)
         worker.prepare_for_training()
         assert worker.residency.location(TEACHER) is Placement.HOST
         loss, metrics = worker.forward_backward(mine, LOSS)
-        expected_loss, expected_grads = hf_loss_and_grads(folders, batch, k)
         assert_close(loss, expected_loss.item())
         assert 0 < metrics["teacher_topk_mass"] <= 1 + 1e-5
         if changes.get("backend") != "megatron":
@@ -159,13 +161,12 @@ def test_teacher_loss_and_gradients_equal_hugging_face(
 
 def equals_hugging_face_in_all_layouts(process: ProcessInfo, student: str, teacher: str) -> None:
     folders = (Path(student), Path(teacher))
+    equals_hugging_face(process, folders, 5)  # two data-parallel ranks
+    equals_hugging_face(process, folders, None, streams=True)
     for k in (5, None):
         equals_hugging_face(process, folders, k, tensor_parallel_size=2)
-        equals_hugging_face(process, folders, k)  # two data-parallel ranks
         equals_hugging_face(process, folders, k, teacher_tp=2)
         equals_hugging_face(process, folders, k, context_parallel_size=2)
-        equals_hugging_face(process, folders, k, streams=True)
-    for k in (5, None):
         equals_hugging_face(process, folders, k, backend="megatron", tensor_parallel_size=2)
 
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from policy_cases import run_ranks, save_family
-from rank_cases import equals_hugging_face, goes_on_bit_by_bit, make_worker
+from policy_cases import run_ranks
+from rank_cases import equals_hugging_face, goes_on_bit_by_bit, make_worker, save_families
 
 from nemo_offload_rl.errors import CheckpointError
 from nemo_offload_rl.keys.policy import BatchingConfig
@@ -62,8 +62,7 @@ def check_megatron_by_two_forms(process, root):
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     path = tmp_path_factory.mktemp("models")
-    for family in ("qwen3", "qwen3-tied", "qwen2", "llama-tied", "qwen3-moe"):
-        save_family(path / family, family)
+    save_families(path, ("qwen3", "qwen3-tied", "qwen2", "llama-tied", "qwen3-moe"))
     return path
 
 
