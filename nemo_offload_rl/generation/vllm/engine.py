@@ -75,11 +75,12 @@ class VllmEngine(VllmEngineBase):
     ) -> list[list[Completion]]:
         from vllm import TokensPrompt
 
+        progress: Any = partial(_Progress, file=StringIO(), mininterval=math.inf)
         with self.deaths_told():
             outputs = self._engine.generate(
                 [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts],
                 [sampling_params(sampling, num_samples, position) for position in range(len(prompts))],
-                use_tqdm=partial(_Progress, file=StringIO(), mininterval=math.inf),
+                use_tqdm=progress,
             )
         return [[completion_from_output(sample) for sample in output.outputs] for output in outputs]
 
