@@ -47,7 +47,7 @@ OFFLOADED_INPUTS = [f"policy.dtensor_cfg.{key}=true" for key in ("activation_off
 BROKEN: dict[str, list[tuple[list[str], str]]] = {
     "exactly_one_backend_is_enabled": [
         (["policy.megatron_cfg.enabled=true"], "enable exactly one"),
-        (["policy.dtensor_cfg.enabled=false"], "neither of"),
+        (["policy.dtensor_cfg.enabled=false"], "are both false"),
     ],
     "megatron_trains_on_gpus": [
         (["policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true"], "megatron-core needs GPUs")
