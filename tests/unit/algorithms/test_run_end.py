@@ -54,11 +54,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def ctrl_c_interrupts() -> Iterator[None]:
-    """A shell starts background jobs with SIGINT ignored; these tests need Python's own handler."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+def signals_as_python_sets_them() -> Iterator[None]:
+    """A shell starts background jobs with SIGINT ignored, and `nohup` ignores SIGHUP; these tests need the defaults."""
+    defaults = {number: signal.SIG_DFL for number in STOP_SIGNALS} | {signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in defaults.items()}
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")
