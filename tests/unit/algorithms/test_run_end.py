@@ -56,7 +56,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def signals_as_python_sets_them() -> Iterator[None]:
     """A shell starts background jobs with SIGINT ignored, and `nohup` ignores SIGHUP; these tests need the defaults."""
-    defaults = {number: signal.SIG_DFL for number in STOP_SIGNALS} | {signal.SIGINT: signal.default_int_handler}
+    defaults = dict.fromkeys(STOP_SIGNALS, signal.SIG_DFL) | {signal.SIGINT: signal.default_int_handler}
     before = {number: signal.signal(number, handler) for number, handler in defaults.items()}
     yield
     for number, handler in before.items():
