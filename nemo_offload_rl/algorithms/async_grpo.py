@@ -11,7 +11,7 @@ Validation takes the refit upon itself, and nothing begins meanwhile.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -62,7 +62,7 @@ class RolloutsAhead:
             )
 
     @contextmanager
-    def collecting(self, first_step: int, last_step: int) -> Iterator[None]:
+    def collecting(self, first_step: int, last_step: int) -> Generator[None]:
         """The steps of a run. What was collected and not trained on is generated again by a run that goes on."""
         self._collector = RolloutCollector(
             self._draw_in_thread,
@@ -110,14 +110,14 @@ class RolloutsAhead:
         return self._collector
 
     @contextmanager
-    def _drained(self) -> Iterator[None]:
+    def _drained(self) -> Generator[None]:
         """Begin the refit once no rollout is under way."""
         with self._loop.timer.phase("exposed_generation"):
             self._running.wait_until_idle()
         yield
 
     @contextmanager
-    def _held(self) -> Iterator[None]:
+    def _held(self) -> Generator[None]:
         """Hold rollouts in the middle; they go on with the new weights."""
         engine = self._parts.pausing
         assert engine is not None, "a rule asks for the asynchronous engine"

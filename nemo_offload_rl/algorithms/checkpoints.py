@@ -20,11 +20,11 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from nemo_offload_rl.algorithms.folder_lock import FolderLock
 from nemo_offload_rl.algorithms.identity import Identity, check_identity
@@ -103,7 +103,7 @@ class CheckpointKeeper:
         self._lock: FolderLock | None = None
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> Generator[None]:
         """Lock the folder against other runs while the block uses it.
 
         Raises:
@@ -352,7 +352,7 @@ class CheckpointKeeper:
 
     def _finished(self) -> list[Checkpoint]:
         """Checkpoints with a readable record; the log warns of others."""
-        found = []
+        found: list[Checkpoint] = []
         for step in self._steps():
             try:
                 found.append(_read_record(self._folder / f"step_{step}"))
@@ -435,24 +435,26 @@ def _read_record(folder: Path, remedy: str | None = None) -> Checkpoint:
     if not path.is_file():
         raise CheckpointError(f"{folder} has no {PROGRESS_FILE}, so it is foreign or damaged; {remedy}")
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        read: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read as the record of a checkpoint ({error}); {remedy}") from error
     fields = {field.name for field in dataclasses.fields(Checkpoint)} - {"folder"}
-    if isinstance(record, dict):
+    record = cast(dict[str, Any], read) if isinstance(read, dict) else {}
+    if record:
         own_checksum = record.pop(_OWN_CHECKSUM, None)
         if own_checksum is not None and own_checksum != bytes_checksum(json.dumps(record).encode()):
             raise CheckpointError(f"{path} is not as it was written, so this checkpoint is damaged; {remedy}")
         # Not written by earlier versions.
-        record = {"total_tokens": 0.0, "algorithm": "", "identity": {}, "checksums": {}, **record}
-    if not isinstance(record, dict) or record.pop("format", None) != FORMAT or record.keys() != fields:
+        missing: dict[str, Any] = {"total_tokens": 0.0, "algorithm": "", "identity": {}, "checksums": {}}
+        record = missing | record
+    if record.pop("format", None) != FORMAT or record.keys() != fields:
         raise CheckpointError(f"{path} is not the record of a checkpoint of this program ({FORMAT}); {remedy}")
     return Checkpoint(folder=folder, **record)
 
 
 def _wrong_sizes(checkpoint: Checkpoint) -> dict[str, str]:
     """Faults of files that are missing or have another size, by path in the folder."""
-    found = {}
+    found: dict[str, str] = {}
     for name, size in checkpoint.files.items():
         path = checkpoint.folder / name
         if not path.is_file():
@@ -553,7 +555,7 @@ class SaveDeadline:
             self.reached = now_s - self._started_s + needed_s >= self._limit_s
 
     @contextmanager
-    def saving(self) -> Iterator[None]:
+    def saving(self) -> Generator[None]:
         """Time a wait for the beginning or end of a save, which is no part of a step."""
         began_s = self._clock()
         self._save_began_s = began_s if self._save_began_s is None else self._save_began_s

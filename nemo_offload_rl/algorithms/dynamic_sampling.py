@@ -77,4 +77,4 @@ def drop_constant_groups(batch: RolloutBatch) -> RolloutBatch:
     """The groups whose rewards are not all equal, and whose prompt was not too long, in their order."""
     is_trained_P = (batch.loss_multipliers() != 0).reshape(batch.num_prompts, batch.group_size).all(dim=1)
     useful_P = is_trained_P & ~batch.constant_groups()
-    return batch.select_groups([index for index, useful in enumerate(useful_P.tolist()) if useful])
+    return batch.select_groups([index for index in range(batch.num_prompts) if useful_P[index]])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -50,7 +50,7 @@ def run_identity(config: RolloutConfig | SupervisedConfig, tokenizer: PreTrained
         "policy.tokenizer.name": {"name": settings.name, "digest": _tokenizer_digest(tokenizer)},
         "policy.tokenizer.chat_template": {
             "name": template if len(template) <= _SHORT else f"{template[:_SHORT]!r}...",
-            "digest": _digest(tokenizer.chat_template),
+            "digest": _digest(tokenizer.chat_template),  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
         },
     }
 
@@ -99,7 +99,8 @@ def _weights_digest(model_name: str) -> str:
 def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """Digest of the vocabulary, and of the tokens of a text."""
     vocabulary = sorted(tokenizer.get_vocab().items())
-    return _digest([vocabulary, tokenizer.eos_token_id, tokenizer.encode(_TEXT, add_special_tokens=False)])
+    untyped: Any = tokenizer
+    return _digest([vocabulary, tokenizer.eos_token_id, untyped.encode(_TEXT, add_special_tokens=False)])
 
 
 def _digest(value: object) -> str:

@@ -193,10 +193,9 @@ def _score_metrics(batch: RolloutBatch) -> dict[str, float]:
     num_correct_P = batch.correct().reshape(scored_PG.shape).sum(dim=1)
     num_scored_P = scored_PG.sum(dim=1)
     has_score_P = num_scored_P > 0
-    chances = {
-        f"pass_at_{k}": pass_at_k(num_correct_P.tolist(), num_scored_P.tolist(), k)
-        for k in powers_of_two(batch.group_size)
-    }
+    num_correct: list[int] = num_correct_P.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    num_scored: list[int] = num_scored_P.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    chances = {f"pass_at_{k}": pass_at_k(num_correct, num_scored, k) for k in powers_of_two(batch.group_size)}
     return {
         **spread("reward", batch.rewards()[scored]),
         "accuracy": batch.correct()[scored].float().mean().item(),

@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -63,9 +64,10 @@ class ReferenceFile:
         if not self.path.exists():
             return None
         try:
-            with safe_open(self.path, framework="pt") as file:
-                about = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+            opened: Any = safe_open(self.path, framework="pt")  # has no types
+            with opened as file:
+                about: dict[str, str] = file.metadata() or {}
+                tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             logger.warning("%s cannot be read (%s): reference logprobs are computed anew", self.path, error)
             return None

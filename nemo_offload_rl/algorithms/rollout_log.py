@@ -53,7 +53,7 @@ def rollout_records(
             "prev_logprobs": _finite(of_gradient.prev_logprobs[row, responses])
             if of_gradient is not None and in_loss and has_prev
             else None,
-            "reference_logprobs": of_gradient.reference_logprobs[row, responses].tolist()
+            "reference_logprobs": _values(of_gradient.reference_logprobs[row, responses])
             if of_gradient is not None and in_loss and has_reference
             else None,
             "other_conversations": [
@@ -69,7 +69,11 @@ def rollout_records(
 
 def _finite(logprobs_T: Tensor) -> list[float | None]:
     """The values, with None for infinities, which JSON cannot represent."""
-    return [value if math.isfinite(value) else None for value in logprobs_T.tolist()]
+    return [value if math.isfinite(value) else None for value in _values(logprobs_T)]
+
+
+def _values(logprobs_T: Tensor) -> list[float]:
+    return logprobs_T.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
 def _about(rollout: Rollout) -> dict[str, Any]:

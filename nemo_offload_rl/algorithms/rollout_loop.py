@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 from torch import Tensor
@@ -196,7 +196,7 @@ class RolloutLoop:
             self._save(validation)
 
     @contextmanager
-    def ending_step(self, step: int, about_step: Mapping[str, float]) -> Iterator[None]:
+    def ending_step(self, step: int, about_step: Mapping[str, float]) -> Generator[None]:
         """The save of a step; afterwards seconds and memory are logged, and the step is shown."""
         try:
             yield
@@ -214,7 +214,7 @@ class RolloutLoop:
     def _validate(self, step: int) -> dict[str, float]:
         settings = self._settings
         prompts = self._parts.validation_prompts[: settings.max_val_samples]
-        batches = []
+        batches: list[RolloutBatch] = []
         for start in range(0, len(prompts), settings.val_batch_size):
             call, chunk = f"validation:{step}:{start}", prompts[start : start + settings.val_batch_size]
             size, sampling = settings.val_num_generations_per_prompt, self._generation.val_sampling

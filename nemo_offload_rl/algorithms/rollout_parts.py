@@ -56,5 +56,5 @@ class RolloutParts:
     memory: MemorySampler
     speed: ModelSpeed | None
     endpoint: EndpointParts | None = None
-    overlong_rows: Mapping[str, int] = field(default_factory=dict)
+    overlong_rows: Mapping[str, int] = field(default_factory=dict[str, int])
     pausing: PausingEngine | None = None

@@ -20,7 +20,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,7 +177,7 @@ class RunEnd:
     # -- what the loop tells
 
     @contextmanager
-    def watching(self, step: int, last_step: int) -> Iterator[None]:
+    def watching(self, step: int, last_step: int) -> Generator[None]:
         """The loop; its end saves what is not saved, and raises what gives the process its exit status.
 
         Args:
@@ -199,7 +199,7 @@ class RunEnd:
             self._end(None)
 
     @contextmanager
-    def updating(self) -> Iterator[None]:
+    def updating(self) -> Generator[None]:
         """Wrap the policy's updates of a step; afterwards its state is that of the step that `trained` reports."""
         if self._signals.grace_is_over:
             raise KeyboardInterrupt
@@ -270,7 +270,7 @@ class RunEnd:
         return None if finished is None or finished.step <= self._begun_step else finished
 
     @contextmanager
-    def _saving(self) -> Iterator[None]:
+    def _saving(self) -> Generator[None]:
         """Wrap a call that begins or ends saves; only a second signal interrupts it."""
         self._is_saving = True
         try:
@@ -333,7 +333,8 @@ class RunEnd:
         return problem
 
     def _last_line(self, trouble: str | None, *, is_complete: bool) -> str:
-        unsaved, parts = self._unsaved, []
+        unsaved = self._unsaved
+        parts: list[str] = []
         if unsaved is not None:
             key = "checkpointing.save_at_end" if self._settings.enabled else "checkpointing.enabled"
             first = self._saved_step + 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from numbers import Real
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -217,19 +218,23 @@ class UserLoss:
         """See `LossFn`."""
         with torch.no_grad():
             _, measured = self.standard(logprobs_BS, batch, norm)
-        returned = self.code.call(*_inside_nucleus(logprobs_BS, batch), norm)
-        loss, more = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+        returned: Any = self.code.call(*_inside_nucleus(logprobs_BS, batch), norm)
+        returned_kind = kind_of(returned)
+        loss, more = returned, {}
+        if isinstance(returned, tuple) and len(cast(tuple[Any, ...], returned)) == 2:
+            loss, more = cast(tuple[Any, Any], returned)
         if not isinstance(loss, Tensor) or loss.dim() != 0 or not isinstance(more, Mapping):
             raise UserCodeError(
-                f"{self._where}: it returned {kind_of(returned)}; return a tensor of no dimensions, or that and a "
-                "mapping of metrics"
+                f"{self._where}: it returned {returned_kind}; return a tensor of no dimensions, or that and a mapping "
+                "of metrics"
             )
-        for name, value in more.items():
+        metrics = cast(Mapping[str, Any], more)
+        for name, value in metrics.items():
             if name in measured and name not in self.names:
                 raise UserCodeError(f"{self._where}: its metric {name!r} is measured already; give it another name")
             if not isinstance(value, Real) and not (isinstance(value, Tensor) and value.numel() == 1):
                 raise UserCodeError(f"{self._where}: its metric {name!r} is {kind_of(value)}; make it one number")
-        own = {name: _scalar(value, loss) for name, value in more.items()}
+        own = {name: _scalar(value, loss) for name, value in metrics.items()}
         return loss, {**own, **measured, **dict.fromkeys(self.names, loss.detach())}
 
     @property

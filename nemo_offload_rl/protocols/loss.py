@@ -153,8 +153,8 @@ class TrainResult:
     loss: list[float]
     grad_norm: list[float]
     learning_rate: list[float]
-    metrics: dict[str, list[float]] = field(default_factory=dict)
-    is_skipped: list[bool] = field(default_factory=list)
+    metrics: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    is_skipped: list[bool] = field(default_factory=list[bool])
 
 
 type Method[**P, R] = Callable[Concatenate[Any, P], R]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from nemo_offload_rl.keys.worker import TokenFilter
@@ -60,7 +61,7 @@ class Positions:
         """In chunks of at most so many."""
         if chunk_size is None:
             return [self]
-        pieces = (value.split(chunk_size) for value in (self.hidden, self.targets, self.places))
+        pieces = [torch.split(value, chunk_size) for value in (self.hidden, self.targets, self.places)]
         return [Positions(*piece) for piece in zip(*pieces, strict=True)]
 
 

@@ -29,7 +29,7 @@ class VocabShard:
     def reduce(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         """`value` reduced in place over the ranks that share the vocabulary."""
         if self.group is not None:
-            dist.all_reduce(value, op=op, group=self.group)
+            dist.all_reduce(value, op=op, group=self.group)  # pyright: ignore[reportUnknownMemberType]
         return value
 
     def side_by_side(self, value: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ class VocabShard:
         if self.group is None:
             return value
         pieces = [torch.empty_like(value, memory_format=torch.contiguous_format) for _ in range(self.group.size())]
-        dist.all_gather(pieces, value.contiguous(), group=self.group)
+        dist.all_gather(pieces, value.contiguous(), group=self.group)  # pyright: ignore[reportUnknownMemberType]
         return torch.cat(pieces, dim=-1)
 
 
@@ -57,7 +57,7 @@ def is_drawn(logits_NV: Tensor, kept: TokenFilter, temperature: float, shard: Vo
     """
     rows_NV = logits_NV.flatten(0, -2)
     num_columns = logits_NV.shape[-1] * (1 if shard.group is None else shard.group.size())
-    pieces = rows_NV.split(max(1, _SORTED_AT_ONCE // num_columns))
+    pieces = torch.split(rows_NV, max(1, _SORTED_AT_ONCE // num_columns))
     return torch.cat([piece >= _least(piece, kept, temperature, shard) for piece in pieces]).view(logits_NV.shape)
 
 
