@@ -1,7 +1,8 @@
-"""NCCL's communicators: device memory outside of torch's allocator, which an engine gets while nothing is communicated.
+"""Suspends NCCL's communicators during generation, so that an engine can use their device memory.
 
-`ncclCommSuspend` copies what has to be kept to pinned host memory and releases device memory to the driver.
-`ncclCommResume` maps new memory at the same addresses. In both, every rank of a communicator waits for the others.
+Their memory is outside of torch's allocator. `ncclCommSuspend` copies what must be kept to pinned host memory and
+releases device memory to the driver. `ncclCommResume` maps new memory at the same addresses. Both are collectives of a
+communicator's ranks.
 """
 
 # pyright: reportPrivateUsage=false
@@ -28,7 +29,7 @@ _MEMORY, _LEAVING_BYTES, _INVALID_USAGE = 1, 0, 5  # NCCL_SUSPEND_MEM, ncclStatG
 
 
 def loaded_nccl() -> tuple[int, ...] | None:
-    """Version of the NCCL that torch calls in this process; None for a torch without it."""
+    """Version of the NCCL that torch calls in this process; None for a torch without NCCL."""
     return tuple(_nccl_groups().get_runtime_nccl_version()) if dist.is_nccl_available() else None
 
 
@@ -37,13 +38,13 @@ def _nccl_groups() -> Any:
 
 
 class Nccl:
-    """Calls that torch 2.11 has no names for, made on the NCCL library that it has loaded. Communicators are addresses.
+    """Calls functions of the loaded NCCL library that torch 2.11 does not wrap. Communicators are addresses.
 
     Args:
-        library: Its name, or the path of another.
+        library: File name or path of the library.
 
     Raises:
-        ResidencyError: It is not loaded.
+        ResidencyError: torch has not loaded the library.
     """
 
     def __init__(self, library: str = "libnccl.so.2") -> None:
@@ -54,15 +55,15 @@ class Nccl:
         self._library.ncclGetLastError.restype = ctypes.c_char_p
 
     def suspend(self, communicator: int) -> None:
-        """Release its device memory. A collective of its ranks, and the last until they resume it."""
+        """Release a communicator's device memory. A collective; no other may follow before `resume`."""
         self._call("ncclCommSuspend", communicator, _MEMORY)
 
     def resume(self, communicator: int) -> None:
-        """Take the memory again. A collective."""
+        """Map a communicator's device memory again. A collective."""
         self._call("ncclCommResume", communicator)
 
     def leaving_bytes(self, communicator: int) -> int:
-        """Device memory that `suspend` releases, by NCCL's own count."""
+        """Device memory that `suspend` releases, as NCCL counts it."""
         num_bytes = ctypes.c_uint64()
         self._call("ncclCommMemStats", communicator, _LEAVING_BYTES, ctypes.byref(num_bytes))
         return num_bytes.value
@@ -77,9 +78,9 @@ class Nccl:
 
 
 def process_communicators() -> list[int]:
-    """Those of this process's groups on the current device, in the order in which all ranks made the groups.
+    """List this process's communicators on the current device, in the order in which all ranks made the groups.
 
-    A group that has communicated nothing has none, and gets none. Those of pairs (sends without a batch) are not found.
+    A group that has not communicated yet has none. Communicators of pairs (sends without a batch) are not found.
     """
     cuda, groups = torch.device("cuda"), list[Any](distributed_c10d._world.pg_map)
     backends = [group._get_backend(cuda) for group in groups if cuda in group._device_types]
@@ -91,9 +92,9 @@ class Communicators:
     """All communicators of this process, suspended and resumed together. Every rank makes the same calls.
 
     Args:
-        nccl: Suspends them; None leaves them as they are, whatever is called.
-        device: Of this process.
-        find: Gives them, in the same order on all ranks.
+        nccl: Library that suspends them; None leaves them as they are.
+        device: Device of this process.
+        find: Lists the communicators, in the same order on all ranks.
     """
 
     def __init__(
@@ -103,11 +104,11 @@ class Communicators:
         self._suspended: list[int] = []
 
     def suspend(self) -> int:
-        """Release their device memory, once all work on the device has ended; bytes, 0 where they are suspended."""
+        """Wait for the device, then release the communicators' memory; return its bytes, 0 if already suspended."""
         if self._nccl is None or self._suspended:
             return 0
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # in this thread, for `process_communicators`
+            torch.cuda.set_device(self._device)  # `process_communicators` reads this thread's current device
             torch.cuda.synchronize()
         freed_bytes = 0
         for communicator in self._find():
@@ -117,14 +118,14 @@ class Communicators:
         return freed_bytes
 
     def resume(self) -> None:
-        """Take their memory again; nothing where they are not suspended."""
+        """Map the memory of suspended communicators again."""
         while self._nccl is not None and self._suspended:
             self._nccl.resume(self._suspended[0])
             del self._suspended[0]
 
     @contextmanager
     def resumed(self) -> Generator[None]:
-        """They can be used in the body, in any phase, and are then as they were, also when the body raises."""
+        """Resume the communicators for the body, in any phase; restore their state after it, even if it raises."""
         were_suspended = bool(self._suspended)
         self.resume()
         try:
@@ -134,7 +135,7 @@ class Communicators:
                 self.suspend()
 
     def enter(self, manager: ResidencyManager, phase: Phase, *, waits_for_all: bool = True) -> TransitionReport:
-        """`manager.enter`, with the communicators suspended in GENERATION and in no other phase."""
+        """Enter a phase, with the communicators suspended in GENERATION only."""
         start = time.perf_counter()
         if phase is not Phase.GENERATION:
             self.resume()

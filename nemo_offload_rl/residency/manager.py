@@ -1,10 +1,10 @@
-"""The residency manager: entering a phase moves groups to where the plan has them, all of them or none.
+"""The residency manager: moves all groups to their places in the plan when a phase is entered, or none.
 
 An `enter`, in order:
 1. refuse if an earlier transition could not be undone, or if gradients of an open step would be dropped;
 2. let groups leave: copy out what changed since its last copy, drop what is only freed, release device memory;
-3. let groups arrive: allocate, copy in; what the phase does not touch first is waited for later, where it is read;
-4. on any failure put every group back where it was, or mark the manager failed; the failure is raised either way.
+3. let groups arrive: allocate, copy in; groups that the phase does not read at once are waited for where they are read;
+4. on any failure, put every group back or mark the manager failed; raise the failure either way.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ class ResidencyManager:
 
     Args:
         plan: Where each group must be in each phase.
-        groups: The groups, in the order in which a storage that several of them list is counted.
+        groups: The groups; a storage that several of them list is counted for the first.
         device: The device; everything is on it until the first `enter`.
-        arena: Host memory for all groups, perhaps reserved already; the manager closes it. None makes it.
+        arena: Host memory for all groups, perhaps reserved already; the manager closes it. None makes one.
         overlap: Let copies run while the caller works, if the device can; False waits for each inside `enter`.
         verify: Compare host copies that count as up to date with the device, byte by byte. Slow; for finding bugs.
-        beside_engine_bytes: Device memory that this process may have while an engine is awake.
+        beside_engine_bytes: Device memory that this process may hold while an engine is awake.
 
     Attributes:
-        passing: Moves parameters and gradients that pass through the device part by part; None where none do.
-        work: Device memory that the work of each phase takes in addition to state.
+        passing: Moves parameters and gradients that pass through the device part by part; None if none do.
+        work: Device memory that the work of each phase needs in addition to state.
     """
 
     def __init__(
@@ -82,7 +82,8 @@ class ResidencyManager:
         self._device = device
         self._arena = held = arena or HostArena(device.new_region)
 
-        # No method: a manager in a circle would live until a collection, and keep a Megatron model from that one.
+        # Not a method: a manager in a reference cycle would live until a garbage collection, and keep a Megatron model
+        # from being freed in that one.
         def new_copy[Mirror: HostMirror](kind: type[Mirror], name: str) -> Mirror:
             return kind(name, held, pinned=row_of(name) in plan.pinned_groups)
 
@@ -110,11 +111,12 @@ class ResidencyManager:
     def enter(self, phase: Phase, *, waits_for_all: bool = True) -> TransitionReport:
         """Make `phase` the present phase. Entering the present phase again moves nothing.
 
-        Without `waits_for_all`, GENERATION begins with up to `beside_engine_bytes` still leaving: `finish_leaving`.
+        If `waits_for_all` is False, GENERATION begins while up to `beside_engine_bytes` still leave; see
+        `finish_leaving`.
 
         Raises:
             OpenStepError: Gradients that no optimizer step has used would be dropped.
-            ResidencyError: A snapshot is swapped in, or the move failed: it was undone, or nothing moves any more.
+            ResidencyError: A snapshot is swapped in, or the move failed. It was undone, or nothing moves any more.
         """
         wanted = {name: self.plan.placement(name, phase) for name in self._states}
         report = TransitionReport(self.phase, phase)
@@ -129,7 +131,7 @@ class ResidencyManager:
             self._prefetcher.begin(phase)
             keeps_pace = rest_bytes or phase is Phase.REFIT or self.phase is Phase.OPTIM_STEP
             if self._device.is_paced and not keeps_pace:
-                if self.plan.releases_cache(phase):  # before all other copies start, which that would wait for
+                if self.plan.releases_cache(phase):  # before other copies start: releasing would wait for them
                     self._groups.release_finished(release_cache=False)
                     self._groups.release_cache_for(report)
                 self._device.pace_out(False)
@@ -150,7 +152,7 @@ class ResidencyManager:
             self._groups.settle(arrivals=not by_layer, release_cache=release_cache, report=report)
         if is_new:
             self._begin(wanted, records, report)
-            # From an update to the next pass no work changes tensors.
+            # Between an update and the next pass no work changes tensors.
             lasts = phase in (Phase.REFIT, Phase.GENERATION) or before is Phase.OPTIM_STEP
             self._groups.keep(records if lasts else {})
         self._ledger.add(report)
@@ -158,7 +160,7 @@ class ResidencyManager:
         return report
 
     def _begin(self, wanted: Mapping[str, Placement], records: Records, report: TransitionReport) -> None:
-        """Look for what stayed on entering the present phase, and start what may run while it works."""
+        """Look for leftovers after entering the present phase, and start the copies that may run while it works."""
         phase = report.target
         if self._settles(phase):
             report.leftovers = self._groups.leftovers(records, cache_released=self.plan.releases_cache(phase))
@@ -166,7 +168,7 @@ class ResidencyManager:
         if not self._overlap:
             return
         reads_before = PHASES[phase].reads_before
-        with self._device.held_up(report):  # all through the copies where host memory is not page-locked
+        with self._device.held_up(report):  # for as long as the copies take if host memory is not page-locked
             for name, state in self._states.items():
                 leaves = reads_before is not None and self.plan.placement(name, reads_before) is Placement.HOST
                 if leaves and name in PHASES[phase].touches and state.location is Placement.DEVICE:
@@ -177,9 +179,9 @@ class ResidencyManager:
                 self._prefetcher.bring(phase, target, allowed, records, report, snapshots)
 
     def prefetch(self, phase: Phase) -> None:
-        """Start to bring what `phase` will need, if copies can overlap and the present work leaves room.
+        """Start bringing what `phase` will need, if copies can overlap and the present work leaves room.
 
-        How much that work needs is known once a phase has passed; until then the copies are waited for in `phase`.
+        The need of that work is known once its phase has passed; until then `phase` copies and waits itself.
         """
         if self._overlap and self.phase is not None:
             self._device.pace_out(False)
@@ -189,10 +191,10 @@ class ResidencyManager:
             self._ledger.add_if_moved(report)
 
     def expect_work(self, kind: PassKind, size: int) -> None:
-        """A pass is about to begin; call it before every pass, with sizes in the same unit (tokens).
+        """Announce a pass. Call it before every pass, with sizes in the same unit (tokens).
 
-        What was prefetched is evicted if the pass is larger than any of its kind before it, or the first of its kind
-        in this phase, and there may be no room for both.
+        Prefetched state is evicted if it and the pass may not both fit, and the pass is larger than any of its kind
+        before it or the first of its kind in this phase.
         """
         self._groups.forget()
         self.work.expect(kind, size)
@@ -201,7 +203,7 @@ class ResidencyManager:
             self.evict()
 
     def evict(self) -> int:
-        """Offload what was prefetched, and the optimizer; the phases that read them reload them. Returns the bytes."""
+        """Offload prefetched state and the optimizer; phases that read them reload them. Return the bytes."""
         if self.phase is None:
             return 0
         report = TransitionReport(self.phase, self.phase)
@@ -211,7 +213,7 @@ class ResidencyManager:
 
     @contextmanager
     def during(self, phase: Phase) -> Generator[None]:
-        """Enter `phase` for the body and come back to the present one afterwards, also when the body raises."""
+        """Enter `phase` for the body and return to the present one afterwards, even if the body raises."""
         previous = self.phase
         self.enter(phase)
         try:
@@ -221,47 +223,49 @@ class ResidencyManager:
                 self.enter(previous)
 
     def step_opened(self) -> None:
-        """Gradients have been produced that an optimizer step is still to use."""
+        """Record that gradients were produced that an optimizer step is still to use."""
         self._groups.forget()
         self._open_step = True
 
     def step_closed(self) -> None:
-        """The optimizer step has used the gradients, or they were dropped on purpose."""
+        """Record that the optimizer step has used the gradients, or that they were dropped on purpose."""
         self._open_step = False
         self._num_steps += 1
 
     def mark_written(self, *names: str) -> None:
-        """The device contents of these groups changed; their host copies are out of date."""
+        """Record that the device contents of these groups changed, so that their host copies are out of date."""
         self._groups.forget()
         parts = self._parts if OPTIMIZER in names else ()
         for state in (*(self._states[name] for name in names), *parts):
             state.version += 1
 
     def streamed(self, *, before_refit: bool = False) -> Iterator[str]:
-        """Names of the optimizer's parts, each while its states are on the device; for use inside `writing_state`.
+        """Yield the name of each optimizer part while its states are on the device; use it inside `writing_state`.
 
-        Two parts are on the device at once, and more as far as the room goes that passes left (`prefetch`). Parameters
-        and gradients that pass through the device part by part come with their states. `before_refit`: what is cached
-        goes to the driver now, not after the step, which would wait for copies; and copies out are paced up to
-        `finish_leaving`, so that the driver has memory back before the last of them.
+        Two parts are on the device at once, and more if passes left room (`prefetch`). Parameters and gradients that
+        pass through the device part by part come with their states.
+
+        Args:
+            before_refit: Release cached memory to the driver now; after the step that would wait for copies. Also pace
+                copies out until `finish_leaving`, so that the driver gets memory back before the last of them.
         """
         release_cache = before_refit and self.plan.releases_cache(Phase.REFIT)
         self._device.pace_out(release_cache and bool(self._parts))
         return self._streams.optimizer(self.phase, self._prefetcher.parts_limit_bytes, release_cache)
 
     def streamed_layers(self) -> Iterator[str]:
-        """Names of the teacher's layers in order, each while it is on the device; for one forward pass of it."""
+        """Yield the name of each teacher layer, in order, while it is on the device; for one forward pass."""
         return self._streams.teacher(self.phase)
 
     @contextmanager
     def writing_state(self, *, loads: bool = False) -> Generator[None]:
-        """Parameters and optimizer are written in the body.
+        """Guard writes to parameters and optimizer in the body.
 
-        If it raises once writing has begun, the state is neither old nor new, and the manager refuses from then on.
+        If the body raises once writing has begun, the state is neither old nor new, and the manager refuses from then
+        on.
 
         Args:
-            loads: A checkpoint is read, not an update made. After one that cannot be read another may be, unless
-                parameters are in parts.
+            loads: The body reads a checkpoint. If that fails, another may be read, unless parameters are in parts.
         """
         # Before the update: an update that fails half-way has written too.
         self.mark_written(PARAMS, OPTIMIZER)
@@ -271,9 +275,9 @@ class ResidencyManager:
     # -- asynchronous copies
 
     def release_finished(self, *, to_driver: bool = True, starts_more: bool = True) -> None:
-        """Release the memory of copies out that have finished. Call between pieces of other work; does not block.
+        """Release the memory of finished copies out. Call it between pieces of other work; does not block.
 
-        `to_driver`: to other processes too, where the phase has those; that waits for the paced copies that run.
+        `to_driver`: in an engine's phase, also release memory to the driver, which waits for the paced copies that run.
         """
         with self.work.releasing():
             self._groups.release_finished(release_cache=to_driver and self._releases_cache, starts_more=starts_more)
@@ -284,7 +288,7 @@ class ResidencyManager:
             self._groups.settle(release_cache=self._releases_cache)
 
     def finish_leaving(self) -> None:
-        """`settle` after an `enter` that did not wait for all, while nobody waits: no seconds are exposed."""
+        """Finish copies that `enter(waits_for_all=False)` left running; their seconds do not count as exposed."""
         self._device.pace_out(False)
         if self.phase is not None and self._groups.is_leaving:
             self._groups.settle(release_cache=self._releases_cache, is_exposed=False)
@@ -293,14 +297,14 @@ class ResidencyManager:
             self._ledger.add(report)
 
     def wait_parameters(self) -> None:
-        """Have the device run nothing more before all parameters are there, for reads outside of passes."""
+        """Make later work on the device wait for all parameters, for reads outside of passes."""
         for name, state in self._states.items():
             if name in (PARAMS, BASE) and state.is_arriving:
                 state.wait_arrival()
 
     @property
     def reports(self) -> Ledger:
-        """The ledger, with the seconds that are known by now filled in."""
+        """The ledger, with all seconds known by now filled in."""
         self._groups.account()
         return self._ledger
 
@@ -317,10 +321,10 @@ class ResidencyManager:
 
     @contextmanager
     def swapped_in(self, name: str) -> Generator[None]:
-        """Have the snapshot's bytes in its group's own storages inside the body, and the group's own bytes after it.
+        """Put a snapshot's bytes into its group's storages for the body, and the group's own bytes back after it.
 
-        Where there is room the snapshot is on the device beforehand. The group's own bytes are copied out only where
-        the plan has a host copy of them, which is needed and out of date. They are back after an exception too.
+        If there is room, the snapshot is on the device beforehand. The group's own bytes are copied out only if the
+        plan has a host copy of them that is needed and out of date. They are restored after an exception too.
 
         Raises:
             ResidencyError: The group is not on the device, or its own bytes could not be brought back.
@@ -336,11 +340,11 @@ class ResidencyManager:
 
     @contextmanager
     def checkpoint_view(self, *names: str) -> Generator[None]:
-        """Have state that is read or loaded on the device inside the body, and back where it was after it.
+        """Bring state that is read or loaded to the device for the body, and back to the host after it.
 
         Args:
-            names: Only these groups come to the device. Parts of a streamed optimizer leave it, for good, and copies
-                of snapshots go, so that `streamed` finds the room that it has in a step. None for all groups.
+            names: Groups that come to the device; all if none are given. If given, parts of a streamed optimizer leave
+                it for good, and staged snapshots are released, so that `streamed` finds the room that it has in a step.
 
         Raises:
             ResidencyError: A snapshot is swapped in, so that the policy's own contents are not on the device.
@@ -357,7 +361,7 @@ class ResidencyManager:
         try:
             Transaction(self._groups, wanted, report).run()
             for state in self._states.values():
-                state.wait_arrival()  # groups that were arriving already are read too
+                state.wait_arrival()  # groups that were already arriving are read too
             try:
                 yield
             finally:
@@ -367,9 +371,10 @@ class ResidencyManager:
             self._ledger.add_if_moved(report)
 
     def host_view(self, tensor: Tensor) -> Tensor | None:
-        """This rank's contents of a tensor as its host copy has them; None where its group is on the device.
+        """View of this rank's contents of a tensor in its host copy; None if its group is on the device.
 
-        Shares the host copy's memory, which the next transition may overwrite. Device contents may be read after it.
+        The view shares the host copy's memory, which the next transition may overwrite. Device contents may be read
+        afterwards: device work waits for arriving groups.
         """
         self._groups.refuse_if_failed("show the state for a checkpoint")
         return self._groups.host_view(tensor)
@@ -395,7 +400,7 @@ class ResidencyManager:
         return {**sizes, **self._snapshots.host_bytes()}
 
     def location(self, group: str) -> Placement:
-        """Where a group is now."""
+        """Present place of a group."""
         return self._states[group].location
 
     def close(self) -> None:
@@ -403,12 +408,12 @@ class ResidencyManager:
         self._groups.failure = "the manager was closed"
         self._layer_waits.remove()
         with ExitStack() as ends:
-            # Whatever fails first, such as a copy, is what is raised: the rest is freed anyway.
+            # A failure, such as a copy's, is raised once the rest has been freed.
             ends.callback(self._arena.close)
             for state in self._states.values():
                 ends.callback(state.mirror.close)
             ends.callback(self._snapshots.close)
-            for state in self._states.values():  # all of them, before any memory goes
+            for state in self._states.values():  # before any memory is freed
                 ends.callback(state.wait_copies)
 
     # -- inside
@@ -417,7 +422,7 @@ class ResidencyManager:
         return [state for name, state in self._states.items() if row_of(name) == row]
 
     def _settles(self, phase: Phase) -> bool:
-        """Whether nothing is still on its way out of the device once the phase has been entered."""
+        """Tell whether all copies out have finished once the phase has been entered."""
         return not self._overlap or PHASES[phase].settles
 
     @property

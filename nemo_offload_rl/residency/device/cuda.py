@@ -32,14 +32,14 @@ from nemo_offload_rl.residency.table.groups import StorageRecord, unique_storage
 from nemo_offload_rl.residency.table.ledger import TransitionReport
 from nemo_offload_rl.residency.table.leftovers import Leftover, find_kept_blocks, find_leftovers
 
-# Of torch's allocator (c10/cuda/CUDACachingAllocator.cpp): sizes are multiples of the first; up to the second they come
-# from pages of their own.
+# Constants of torch's allocator (c10/cuda/CUDACachingAllocator.cpp): sizes are multiples of BLOCK_BYTES; those up to
+# SMALL_BYTES have pages of their own.
 BLOCK_BYTES = 512
 SMALL_BYTES = 1 << 20
 
 
 def make_device(device: torch.device) -> Device:
-    """The residency device for a torch device."""
+    """Make the residency device for a torch device."""
     if device.type == "cpu":
         return CpuDevice()
     if device.type == "cuda":
@@ -59,26 +59,26 @@ class CudaDevice(Device):
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index  # pyright: ignore[reportUnnecessaryComparison]
         self.device = torch.device("cuda", index)
-        # Streams share a few hardware queues, in which a kernel waits for those before it, whatever stream they are of.
-        # The kernel that gathers small pieces waits for the copies before it, and work of a pass must not stand behind
-        # it: priorities of their own keep the streams apart.
+        # Streams share a few hardware queues, where a kernel waits for those before it, even of other streams. The
+        # kernel that gathers small pieces waits for earlier copies. Separate priorities keep it from blocking the work
+        # of a pass.
         self._out = torch.cuda.Stream(self.device, priority=-1)
         self._in = torch.cuda.Stream(self.device, priority=-2)
-        # Taken before anything else: a buffer that is later carved out of a cached block of gigabytes keeps that whole
-        # block from going back to the driver. Seen on a GPU: 20 GiB of logits' memory while the engine was awake.
+        # Allocated first: a buffer inside a cached block of gigabytes would keep the whole block from going back to the
+        # driver. Seen on a GPU: 20 GiB of logits' memory stayed while the engine was awake.
         torch.cuda.empty_cache()
         self._staging = {stream: _staging_buffer(self.device) for stream in (self._out, self._in)}
         self._load_kernels()
         self._leaving = CopiesOut()
-        # Events among the work, in order, and what the idle seconds from each to the next are charged to.
+        # Events in order, each with the report that is charged for idle seconds until the next event.
         self._marks: deque[tuple[torch.cuda.Event, TransitionReport | None]] = deque()
         self._new_region = new_region_on(self.device)
-        self._hands_over = False  # since the last transition, memory has been handed from what leaves to what comes
+        self._hands_over = False  # leaving groups have handed memory to arriving ones since the last transition
 
     def _load_kernels(self) -> None:
-        """CUDA loads a kernel at its first launch and waits for the whole GPU then, for copies under way too.
+        """Launch the copy kernel once: CUDA loads it then and waits for the whole GPU, copies under way included.
 
-        Seen on an H200: the first leaving of Megatron's optimizer held its caller up for 0.13 s, all of its copies.
+        Seen on an H200: the first time Megatron's optimizer left, loading held up its caller for all copies, 0.13 s.
         """
         staging = self._staging[self._out]
         torch._foreach_copy_([staging[:1], staging[1:2]], [staging[2:3], staging[3:4]])
@@ -87,25 +87,25 @@ class CudaDevice(Device):
         return storage.device == self.device
 
     def allocate(self, wanted: Sequence[Room]) -> None:
-        # torch's allocator keeps a cache for each stream. On one where no pass allocates, state never divides blocks of
-        # activations, which would then be too small for the next pass, nor they those of state. What passes may still
-        # read of a block is safe: `copy_in`, which writes it, waits for them.
+        # torch's allocator keeps a cache for each stream. No pass allocates on this stream, so state and activations
+        # never divide each other's blocks, which would then be too small for the next pass. A block that a pass still
+        # reads is safe: `copy_in` waits for the pass before it writes.
         with torch.cuda.stream(self._in):
-            # What is handed over is in pieces of sizes that are asked for again; a new block would leave it unused.
+            # Memory that was handed over is in pieces of the sizes wanted now; a new block would leave it unused.
             if not self._hands_over:
                 self._cache_one_block([room.num_bytes for room in wanted if room.num_bytes > SMALL_BYTES])
             for room in wanted:
                 self._allocate(room)
 
     def _cache_one_block(self, sizes_bytes: Sequence[int]) -> None:
-        """Have a block in the present stream's cache that is to be divided, one of before if it is large enough.
+        """Put one block to be divided into the present stream's cache, unless a cached one is large enough.
 
-        A call of the driver for each part takes about 0.1 ms. What this stream has cached in smaller pieces stays
-        until memory goes back.
+        A driver call for each part takes about 0.1 ms. Smaller blocks in this stream's cache stay until
+        `release_cache`.
         """
         num_bytes = sum(-(-size // BLOCK_BYTES) * BLOCK_BYTES for size in sizes_bytes)
         if num_bytes <= uncached_free_bytes(self.device) and not _splits_are_limited():
-            with suppress(torch.OutOfMemoryError):  # another process took the room; in parts there may be some
+            with suppress(torch.OutOfMemoryError):  # another process took the room; single parts may still fit
                 torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def _allocate(self, room: Room) -> None:
@@ -125,8 +125,8 @@ class CudaDevice(Device):
         self._hands_over = False
 
     def release_cache(self) -> None:
-        # cuBLAS keeps 32 MiB for each thread that multiplied, the backward pass's too; wherever it was put, the block
-        # around it would stay. The next product takes it anew.
+        # cuBLAS keeps 32 MiB for each thread that multiplied, the backward pass's included, which would keep the block
+        # around it. The next product allocates it again.
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
 
@@ -145,7 +145,7 @@ class CudaDevice(Device):
         return free_bytes - max(0, work_bytes - for_work)
 
     def cached_for_work_bytes(self) -> int:
-        # torch's allocator keeps a cache for each stream, and groups have one of their own (`allocate`).
+        # Groups allocate on their own stream (`allocate`), for which torch keeps a separate cache.
         own = self._in.cuda_stream
         return sum(s["total_size"] - s["active_size"] for s in self._segments() if s["stream"] != own)
 
@@ -212,7 +212,7 @@ class CudaDevice(Device):
         while len(self._marks) > 1 and self._marks[0][0].query() and self._marks[1][0].query():
             begin, report = self._marks.popleft()
             if report is not None:
-                # A stream that had other work until the host came back passes both at the same time.
+                # A stream that still had other work passes both events at the same time.
                 report.exposed_s += max(0.0, begin.elapsed_time(self._marks[0][0])) / 1e3
 
     def new_region(self, num_bytes: int) -> HostRegion:
@@ -228,7 +228,7 @@ class CudaDevice(Device):
             return self._copy_blocking(copies, to_host)
         ready = torch.cuda.Event()
         ready.record(torch.cuda.current_stream(self.device))
-        # Listed while the first of them run, unless those come later.
+        # Paced copies are listed now, others while the first of them run.
         listed = list(copies) if to_host and self._leaving.is_paced else ()
         transfer = CudaTransfer(stream, listed)
         start = partial(self._start, transfer, listed or copies, stream, ready, to_host)
@@ -246,7 +246,7 @@ class CudaDevice(Device):
         ready: torch.cuda.Event,
         to_host: bool,
     ) -> None:
-        """Put copies on their stream, behind what was there when they were asked for."""
+        """Put copies on their stream, behind the work that `ready` covers."""
         stream.wait_event(ready)
         unmarked_bytes = 0
         try:
@@ -266,7 +266,7 @@ class CudaDevice(Device):
             transfer.mark()
 
     def _cross(self, piece: Piece, stream: torch.cuda.Stream, to_host: bool) -> None:
-        """One piece on the present (side) stream. Staging is reused by the next piece: the stream keeps the order."""
+        """Copy one piece on the present (side) stream, whose order lets the next piece reuse the staging buffer."""
         if piece.device is not None:
             if to_host:
                 piece.host.copy_(piece.device, non_blocking=True)
@@ -287,9 +287,9 @@ class CudaDevice(Device):
     def _copy_blocking(self, copies: Iterable[Copy], to_host: bool) -> FinishedTransfer:
         current = torch.cuda.current_stream(self.device)
         if not to_host:
-            # What is written may have been handed over (`follow`), and still be read by copies out.
+            # Copies out may still read memory that was handed over (`follow`).
             current.wait_stream(self._in)
-        current.synchronize()  # the copies would wait for what is before them, and it is none of their seconds
+        current.synchronize()  # earlier work is not timed as copying
         start = time.perf_counter()
         ended = copy_now((c.host, c.device) if to_host else (c.device, c.host) for c in copies)
         current.synchronize()
@@ -302,12 +302,12 @@ def uncached_free_bytes(device: torch.device) -> int:
     share = torch.cuda.get_per_process_memory_fraction(device)
     if share >= 1:
         return free_bytes
-    # torch refuses more than that, though it is free.
+    # torch refuses to exceed the share, even if memory is free.
     return min(free_bytes, max(0, int(share * total_bytes) - torch.cuda.memory_reserved(device)))
 
 
 def _splits_are_limited() -> bool:
-    """Whether the user has torch's allocator divide no large blocks."""
+    """Tell whether the user has torch's allocator divide no large blocks."""
     settings = (os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
     return any("max_split_size_mb" in value for value in settings)
 

@@ -11,7 +11,7 @@ import torch
 
 from nemo_offload_rl.residency.device.pieces import Copy, Piece
 
-# Of paced copies, what is on the stream at a time: under 0.1 s of the link, and enough that it is seldom idle.
+# Limit of paced copies on the stream: under 0.1 s of the link, and enough to keep it busy.
 PACE_BYTES = 2 << 30
 
 
@@ -19,8 +19,8 @@ class CudaTransfer:
     """Copies on a side stream, with an event after every chunk of them.
 
     Args:
-        stream: Where they run.
-        copies: All of them, where they are known before the first is put on the stream.
+        stream: Stream that runs them.
+        copies: All copies, if they are known before the first is put on the stream.
     """
 
     def __init__(self, stream: torch.cuda.Stream, copies: Sequence[Copy] = ()) -> None:
@@ -31,11 +31,11 @@ class CudaTransfer:
         self._num_put = 0
         self._put_bytes = 0
         self._began = torch.cuda.Event(enable_timing=True)
-        self._chunks: list[tuple[int, torch.cuda.Event]] = []  # copies finished when the event has passed
+        self._chunks: list[tuple[int, torch.cuda.Event]] = []  # number of copies finished once the event has passed
         self._num_passed = 0
 
     def begin(self) -> None:
-        """The first of the copies is put on the stream next."""
+        """Record the start, just before the first copy is put on the stream."""
         self._began.record(self._stream)
 
     def add(self, piece: Piece) -> None:
@@ -80,7 +80,7 @@ class CudaTransfer:
         torch.cuda.current_stream(self._stream.device).wait_event(copied)
 
     def hold_up(self, stream: torch.cuda.Stream) -> None:
-        """Have a stream run nothing more before the copies have finished."""
+        """Make a stream run nothing more before the copies have finished."""
         self.start()
         stream.wait_event(self._chunks[-1][1])
 
@@ -89,10 +89,10 @@ class CudaTransfer:
 
 
 class CopiesOut:
-    """Copies to the host, in their order; while they are paced, at most `PACE_BYTES` of them are on the stream.
+    """Queue of copies to the host. Paced ones are started only while fewer than `PACE_BYTES` run.
 
-    The driver gives no memory back before everything on the GPU has run, queued copies included. Paced ones let it.
-    A transfer that somebody waits for is started, with those before it. Others are started by `advance`.
+    `cudaFree` waits for queued copies; a short queue returns memory sooner. Waiting for a transfer starts it and those
+    before it. `advance` starts the others.
     """
 
     def __init__(self) -> None:
@@ -101,19 +101,19 @@ class CopiesOut:
         self._started: list[CudaTransfer] = []
 
     def put(self, transfer: CudaTransfer, start: Callable[[], None]) -> None:
-        """Have a transfer started by `start` when its turn comes: now, unless copies are paced."""
+        """Queue a transfer, which `start` begins when its turn comes: now, unless copies are paced."""
         transfer.start = partial(self._start_up_to, transfer)
         self._waiting.append((transfer, start))
         self.advance()
 
     def advance(self) -> None:
-        """Start what may run by now. Does not block."""
+        """Start the copies that may run now. Does not block."""
         while self._waiting and not (self.is_paced and self._running_bytes() >= PACE_BYTES):
             self._start_next()
 
     @property
     def are_few(self) -> bool:
-        """Whether copies are paced, and no transfer that alone is larger runs."""
+        """Tell whether copies are paced and at most twice `PACE_BYTES` run, which one large transfer may exceed."""
         return self.is_paced and self._running_bytes() <= 2 * PACE_BYTES
 
     def _running_bytes(self) -> int:
@@ -132,4 +132,4 @@ class CopiesOut:
 
 
 def _nothing() -> None:
-    """There is nothing to start."""
+    """Start nothing."""

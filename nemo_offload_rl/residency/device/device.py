@@ -1,7 +1,7 @@
-"""Devices: where state lives when it is in use, and how bytes get there and back.
+"""Devices, which hold state while it is in use, and copies between them and the host.
 
 `CpuDevice` treats ordinary memory as the device, so that every mechanism runs and is tested without an accelerator.
-`cuda.py` has the real one.
+`cuda.py` has the device for GPUs.
 """
 
 from __future__ import annotations
@@ -35,51 +35,51 @@ class Room:
 class Transfer(Protocol):
     """Copies under way in one direction.
 
-    The host side is not to be read, nor the device side released, before `num_finished` covers the copy or
-    `wait_host` has returned.
+    Do not read the host side or release the device side before `num_finished` covers the copy or `wait_host` has
+    returned.
     """
 
     @property
     def num_bytes(self) -> int: ...
 
     def num_finished(self) -> int:
-        """How many of the copies, in the order given, are known to have finished. Does not block."""
+        """Number of copies, in the order given, that are known to have finished. Does not block."""
         ...
 
     @property
     def finished(self) -> bool:
-        """Whether all copies are known to have finished."""
+        """Tell whether all copies are known to have finished."""
         ...
 
     def wait_some(self) -> None:
-        """Block until more copies have finished than `num_finished` returned last, or all."""
+        """Block until more copies have finished than `num_finished` last returned, or until all have."""
         ...
 
     def wait_host(self) -> float:
-        """Block until all copies have finished; returns the seconds spent blocked."""
+        """Block until all copies have finished; return the seconds spent blocked."""
         ...
 
     def wait_device(self, num_copies: int | None = None) -> None:
-        """Make all work that is launched on the device from now on run after the copies. Does not block.
+        """Make work that is launched on the device from now on run after the copies. Does not block.
 
         Args:
-            num_copies: Wait for this many of them, in the order given; None for all.
+            num_copies: Number of copies to wait for, in the order given; None for all.
         """
         ...
 
     def seconds(self) -> float:
-        """How long the copies took on the link. Only after they have finished."""
+        """Seconds that the copies took on the link. Call it only after they have finished."""
         ...
 
 
 class Device(ABC):
     """Memory of one accelerator, as the residency manager uses it.
 
-    What is not abstract is that of a device which counts nothing and whose copies have finished when they return.
+    The default methods suit a device that counts nothing and whose copies have finished when they return.
 
     Attributes:
         asynchronous: Copies run while the device works.
-        is_host_memory: Its memory is the host's own.
+        is_host_memory: The device's memory is the host's own.
     """
 
     asynchronous: bool = False
@@ -89,14 +89,14 @@ class Device(ABC):
 
     @abstractmethod
     def owns(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a storage belongs to this device; others (a CPU optimizer's) are left alone."""
+        """Tell whether a storage is on this device; others (a CPU optimizer's) are left alone."""
 
     @abstractmethod
     def allocate(self, wanted: Sequence[Room]) -> None:
-        """Allocate memory for released storages, contents undefined; together, which may be quicker than singly.
+        """Allocate memory for released storages, contents undefined. One call may be quicker than one for each.
 
         Raises:
-            DeviceOutOfMemoryError: There is no room; some may have got theirs.
+            DeviceOutOfMemoryError: There is no room; some storages may have memory now.
         """
 
     def release(self, storage: torch.UntypedStorage) -> None:
@@ -104,7 +104,7 @@ class Device(ABC):
         storage.resize_(0)
 
     def observe(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Look at the groups' storages, some of which others allocated; called at each transition."""
+        """Receive the groups' storages at each transition; others may have allocated some of them."""
         return None
 
     def release_cache(self) -> None:
@@ -120,15 +120,15 @@ class Device(ABC):
         """Memory that could still be allocated."""
 
     def room_bytes(self, work_bytes: int) -> int:
-        """Memory that groups could take while passes need `work_bytes`; negative where there is too little."""
+        """Memory that groups could take while passes need `work_bytes`; negative if there is too little."""
         return self.free_bytes() - work_bytes
 
     def allocated_bytes(self) -> int:
-        """Bytes that this process has allocated on the device; 0 where that is not known."""
+        """Bytes that this process has allocated on the device; 0 if unknown."""
         return 0
 
     def reserved_bytes(self) -> int:
-        """Memory that this process's allocator holds, cached or in use; 0 where that is not known."""
+        """Memory that this process's allocator holds, cached or in use; 0 if unknown."""
         return 0
 
     def cached_bytes(self) -> int:
@@ -136,22 +136,22 @@ class Device(ABC):
         return max(0, self.reserved_bytes() - self.allocated_bytes())
 
     def cached_for_work_bytes(self) -> int:
-        """Free memory that is kept for what passes allocate, so that groups cannot use it."""
+        """Free memory that only passes can allocate, not groups."""
         return 0
 
     def drain_peak_bytes(self) -> int:
-        """Most bytes that this process had allocated at a time since the last call; 0 where that is not known."""
+        """Most bytes that this process had allocated at a time since the last call; 0 if unknown."""
         return 0
 
     @abstractmethod
     def leftovers(
         self, records: Mapping[str, Mapping[int, StorageRecord]], expected: Collection[str]
     ) -> list[Leftover]:
-        """`find_leftovers` on this device, with memory that only the device's own code can name."""
+        """Find leftovers on this device, including memory that only the device's own code can name."""
 
     def new_region(self, num_bytes: int) -> HostRegion:
-        """Host memory of the kind whose copies are fastest."""
-        # Page-locking serves a link; there is none between main memory and itself.
+        """Allocate host memory of the kind whose copies are fastest."""
+        # Page-locking gains nothing without a link.
         return PageableRegion(num_bytes)
 
     # -- copies
@@ -165,7 +165,7 @@ class Device(ABC):
         """Start copying host to device. If this raises, no copy is under way."""
 
     def follow(self, transfer: Transfer) -> None:
-        """Have copies to the device that are started from now on run after those of `transfer`. Does not block.
+        """Make later copies to the device run after those of `transfer`. Does not block.
 
         Memory that `transfer` reads may then be released for `allocate` to use again.
         """
@@ -173,32 +173,32 @@ class Device(ABC):
 
     @property
     def is_paced(self) -> bool:
-        """Whether few copies to the host run at a time now: releasing memory to the driver waits for all that run."""
+        """Tell whether few copies to the host run at a time; releasing memory to the driver waits for these."""
         return False
 
     def pace_out(self, is_paced: bool) -> None:
-        """From now on, start few copies to the host at a time, or all of them as they are asked for. Does not block.
+        """Start few copies to the host at a time from now on, or all of them as they are asked for. Does not block.
 
-        Paced ones are started by `advance_out`, and where somebody waits for them.
+        Paced copies are started by `advance_out` and by waiting for them.
         """
         return None
 
     def advance_out(self) -> None:
-        """Start those of paced copies to the host that may run by now. Does not block."""
+        """Start the paced copies to the host that may run now. Does not block."""
         return None
 
     @property
     def lets_memory_go(self) -> bool:
-        """Whether copies to the host are paced, and no large one runs all the same."""
+        """Tell whether copies to the host are paced and no large one runs."""
         return False
 
     # -- seconds
 
     def held_up(self, report: TransitionReport) -> AbstractContextManager[None]:
-        """In the body the host is held up, or has the device wait for copies, before it gives the device more work.
+        """Charge a report the seconds in which the present stream has nothing to run because of the body.
 
-        Charges a report the seconds in which the present stream has nothing to run, and none in which it still has what
-        it was given before. If copies do not overlap with work, these are the host's. A body inside another charges
+        The body holds up the host, or has the device wait for copies. Seconds in which the stream still runs earlier
+        work are not charged. If copies do not overlap with work, the host's seconds are charged. A nested body charges
         its own report.
         """
         return report.held_up()
@@ -210,7 +210,7 @@ class Device(ABC):
 
 @dataclass(frozen=True)
 class FinishedTransfer:
-    """Copies that ran to their end inside the call that started them: all of their time was waited for."""
+    """Copies that finished inside the call that started them, which waited for all of them."""
 
     num_bytes: int
     num_copies: int

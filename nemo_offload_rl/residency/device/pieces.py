@@ -1,8 +1,8 @@
 """Pieces that cross the link to and from a GPU in one copy.
 
-A copy of its own for each storage is slow twice over. Small ones lose bandwidth. And a stream takes about a thousand
-copies; the host waits in the next call until the first have finished. On an H200 it took 1.1 s to start loading the
-4,900 states of a mixture of experts, about as long as their copies take.
+A copy for each storage is slow for two reasons. Small copies lose bandwidth. And a stream takes about a thousand
+copies; the next call blocks until the first have finished. On an H200, starting to load the 4,900 states of a mixture
+of experts took 1.1 s, about as long as their copies.
 """
 
 # pyright: reportPrivateUsage=false
@@ -18,13 +18,13 @@ from torch import Tensor
 
 from nemo_offload_rl.residency.host.arena import ALIGNMENT_BYTES, aligned
 
-STAGED_BELOW_BYTES = 4 << 20  # a copy of its own loses bandwidth below this size
+STAGED_BELOW_BYTES = 4 << 20  # a single copy below this size loses bandwidth
 STAGING_BYTES = 32 << 20
 # Memory is released, or a layer begun, at most this much late: about 1.2 ms of the link.
 CHUNK_BYTES = 64 << 20
 
 type EndOf = Callable[[int], int]
-"""Where the allocation ends that a device address is in."""
+"""Returns the end of the allocation that contains a device address."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Piece:
     """Copies that cross the link in one go.
 
     Attributes:
-        copies: In order, side by side in host memory.
-        host: [N] uint8, all of them.
-        device: Likewise on the device; None where they are apart there, and go through staging.
+        copies: Copies in order, adjacent in host memory.
+        host: [N] uint8, the bytes of all copies.
+        device: [N] uint8; None if they are apart on the device and go through staging.
     """
 
     copies: tuple[Copy, ...]
@@ -43,14 +43,14 @@ class Piece:
 
 
 def pieces_of(copies: Iterable[Copy], end_of: EndOf) -> Iterator[Piece]:
-    """Join copies, in order.
+    """Join copies into pieces, in order.
 
-    Neighbours in host memory are joined up to `CHUNK_BYTES` where they are neighbours on the device too, else up to
+    Neighbours in host memory are joined up to `CHUNK_BYTES` if they are neighbours on the device too, else up to
     `STAGING_BYTES` if each is small.
 
     Args:
-        copies: To or from one device.
-        end_of: Of that device.
+        copies: Copies to or from one device.
+        end_of: Finds the ends of that device's allocations.
     """
     run: _Run | None = None
     for copy in copies:
@@ -73,10 +73,10 @@ class _Run:
         self._is_small = _is_small(first)
         self._is_adjacent = True  # on the device
         self._end_of = end_of
-        self._end: int | None = None  # of the allocation, once it is asked for
+        self._end: int | None = None  # end of the allocation, once known
 
     def add(self, copy: Copy) -> bool:
-        """Join one more; False where it cannot be."""
+        """Join one more copy; return False if that is impossible."""
         offset = copy.host.data_ptr() - self._host
         is_near = 0 <= offset - aligned(self._num_bytes) < ALIGNMENT_BYTES
         if not is_near or copy.host.untyped_storage().data_ptr() != self._memory:
@@ -91,7 +91,7 @@ class _Run:
         return True
 
     def _is_next_on_device(self, copy: Copy, offset: int) -> bool:
-        """Whether there is nothing but torch's own rounding of sizes between it and the last one."""
+        """Tell whether only torch's rounding of sizes is between this copy and the last one."""
         address = copy.device.data_ptr()
         if address - self._device != offset or offset != aligned(self._num_bytes):
             return False
@@ -100,7 +100,7 @@ class _Run:
         return address + copy.device.numel() <= self._end
 
     def piece(self) -> Piece:
-        """The copies that have been joined."""
+        """Make a piece of the joined copies."""
         first = self._copies[0]
         if len(self._copies) == 1:
             return Piece((first,), first.host, first.device)
@@ -116,15 +116,15 @@ def _is_small(copy: Copy) -> bool:
 
 
 def _bytes_at(address: int, num_bytes: int, device: torch.device) -> Tensor:
-    """[N] uint8: memory that others own."""
+    """View memory that others own as [num_bytes] uint8."""
     storage = torch._C._construct_storage_from_data_pointer(address, device, num_bytes)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (num_bytes,), (1,))
 
 
 def end_of_cuda_allocation(address: int) -> int:
-    """Where an allocation of the CUDA driver ends; the address itself where the driver does not know it.
+    """End of the CUDA driver's allocation that contains an address; the address itself if the driver knows none.
 
-    A copy must not go across two allocations, which may happen to be neighbours.
+    A copy must not cross two allocations, which may happen to be neighbours.
     """
     base, num_bytes = ctypes.c_uint64(), ctypes.c_size_t()
     status = _cuda_driver().cuMemGetAddressRange_v2(
@@ -140,7 +140,7 @@ def _cuda_driver() -> ctypes.CDLL:
 
 @dataclass(frozen=True)
 class Copy:
-    """One storage's bytes on both sides: [N] uint8 each."""
+    """One copy's bytes on both sides: [N] uint8 each."""
 
     device: Tensor
     host: Tensor

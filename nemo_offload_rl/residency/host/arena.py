@@ -1,4 +1,4 @@
-"""The host arena: memory for everything that a worker keeps on the host, taken once, divided, and filled with copies.
+"""The host arena: memory for everything that a worker keeps on the host, taken once and divided into blocks.
 
 1. `begin_reserve` takes one region of each kind, of the size that the plan needs, while the model loads.
 2. `alloc` hands out 512-byte aligned blocks; without room it takes one more region, within the limit.
@@ -30,13 +30,13 @@ def aligned(num_bytes: int) -> int:
 @dataclass(eq=False)
 class _Region:
     memory: HostRegion
-    pinned: bool  # as it was asked for
+    pinned: bool  # as requested
     free: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # (offset, size), sorted, never adjacent
 
 
 @dataclass(frozen=True, eq=False)
 class HostBlock:
-    """Bytes of the arena: [num_bytes] uint8 `buffer`, whose `owner` is named in errors."""
+    """A block of the arena: `buffer` is [num_bytes] uint8, and errors name `owner`."""
 
     buffer: Tensor
     owner: str
@@ -49,8 +49,8 @@ class HostArena:
     """Sub-allocator over a few regions of host memory, page-locked and pageable.
 
     Args:
-        new_region: Makes a page-locked region of a size (`Device.new_region`), or what stands in for one.
-        limit_bytes: Most bytes that it takes from the system, of both kinds together; None for no bound.
+        new_region: Makes a page-locked region of a given size (`Device.new_region`), or a substitute.
+        limit_bytes: Most bytes to take from the system, both kinds together; None for no limit.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class HostArena:
 
     @property
     def pinned(self) -> bool:
-        """Whether everything that was to be page-locked is."""
+        """Tell whether all regions requested as page-locked are page-locked."""
         wanted = [region for region in self._regions if region.pinned]
         return bool(wanted) and all(region.memory.pinned for region in wanted)
 
     def reserve(self, num_bytes: int, *, pinned: bool = True) -> None:
-        """Make sure that `num_bytes` can be had in one piece without asking the system again.
+        """Make sure that `num_bytes` are available in one piece without asking the system again.
 
         Raises:
             HostBudgetError: The arena would grow over its limit.
@@ -89,24 +89,24 @@ class HostArena:
         self._reserve({pinned: num_bytes})
 
     def begin_reserve(self, num_bytes: Mapping[bool, int]) -> None:
-        """Start to take so much page-locked (under True) and pageable memory in another thread."""
+        """Start taking memory in another thread: page-locked bytes under True, pageable bytes under False."""
         self.wait()
         pool = ThreadPoolExecutor(1, thread_name_prefix="arena")
         self._filling = pool.submit(self._reserve, dict(num_bytes))
         pool.shutdown(wait=False)
 
     def wait(self) -> None:
-        """Wait until what `begin_reserve` has started is there.
+        """Wait for the memory that `begin_reserve` started to take.
 
         Raises:
-            HostBudgetError: It did not fit.
+            HostBudgetError: The memory did not fit.
         """
         if self._filling is not None:
             filling, self._filling = self._filling, None
             filling.result()
 
     def alloc(self, num_bytes: int, owner: str, *, pinned: bool = True) -> HostBlock:
-        """A block of at least `num_bytes`, from the first gap that holds it.
+        """Take a block of at least `num_bytes` from the first gap that holds it.
 
         Raises:
             HostBudgetError: The arena would grow over its limit.
@@ -124,7 +124,7 @@ class HostArena:
         return block
 
     def try_alloc(self, num_bytes: int, owner: str) -> HostBlock | None:
-        """`alloc`, or None where that would go over the limit: for what may stay on the device instead."""
+        """Take a block, or return None over the limit; for data that may stay on the device instead."""
         try:
             return self.alloc(num_bytes, owner)
         except HostBudgetError:
@@ -188,19 +188,19 @@ class HostArena:
 
 @dataclass
 class _Entry:
-    storage: StorageWeakRef  # keeps the key from being used again, not the memory alive
+    storage: StorageWeakRef  # reserves the key without keeping the memory alive
     block: HostBlock
     bytes: Tensor
-    version: int  # of the group, that the bytes are of; -1 before the first copy
+    version: int  # group version that the bytes hold; -1 before the first copy
 
 
 class HostMirror:
-    """Host copies, one for each storage, laid out in the storages' order in as few blocks as there were growths.
+    """Host copies of storages. Each growth adds one block, laid out in the storages' order.
 
     Args:
-        owner: Named in the arena's errors.
-        arena: Where the blocks come from.
-        pinned: They are page-locked.
+        owner: Name in the arena's errors.
+        arena: Provides the blocks.
+        pinned: The blocks are page-locked.
     """
 
     def __init__(self, owner: str, arena: HostArena, *, pinned: bool = True) -> None:
@@ -215,14 +215,14 @@ class HostMirror:
         return sum(entry.bytes.numel() for entry in self._entries.values())
 
     def cover(self, records: Mapping[int, StorageRecord], sizes_bytes: Mapping[int, int] | None = None) -> None:
-        """Have an entry for each record, and none for storages that no longer exist.
+        """Make an entry for each record and drop entries of storages that no longer exist.
 
         Args:
             records: Storages by key.
-            sizes_bytes: By key, of those that get an entry of another size than their own.
+            sizes_bytes: Sizes by key, for entries whose size is not the storage's.
 
         Raises:
-            HostBudgetError: The arena has no room; nothing has changed then.
+            HostBudgetError: The arena has no room; no entry was added.
         """
         sizes = {key: record.storage.nbytes() for key, record in records.items()} | dict(sizes_bytes or {})
         # An optimizer may resize its state.
@@ -246,19 +246,19 @@ class HostMirror:
             offset += aligned(size)
 
     def bytes_of(self, key: int) -> Tensor:
-        """[N] uint8 host bytes of a storage."""
+        """Host copy of a storage, [N] uint8."""
         return self._entries[key].bytes
 
     def has(self, key: int) -> bool:
-        """Whether the storage has a host copy with contents."""
+        """Tell whether the storage has a host copy with contents."""
         return key in self._entries and self._entries[key].version >= 0
 
     def is_clean(self, key: int, version: int) -> bool:
-        """Whether the host copy holds what the device held at `version`."""
+        """Tell whether the host copy holds the device contents of `version`."""
         return key in self._entries and self._entries[key].version == version
 
     def mark_clean(self, keys: Iterable[int], version: int) -> None:
-        """The copies of these storages now hold the contents of `version`."""
+        """Record that the copies of these storages hold the contents of `version`."""
         for key in keys:
             self._entries[key].version = version
 

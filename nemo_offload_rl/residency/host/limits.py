@@ -12,7 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 PROC = Path("/proc")
-# Version 1 writes "no limit" as a number near 2**63.
+# Cgroup version 1 writes "no limit" as a number near 2**63.
 _NO_LIMIT_BYTES = 1 << 60
 # (limit, usage, reclaimable page cache in memory.stat) of a cgroup, version 2 first.
 _CGROUP_FILES = (
@@ -27,10 +27,10 @@ class HostLimit:
     """A bound on the memory of some processes.
 
     Attributes:
-        scope: Equal for processes that share the bound, on whatever host they are.
-        name: For messages: `MemAvailable`, a file of a cgroup, or a resource limit.
-        left_bytes: What these processes together may still take.
-        whole_bytes: What they could take if they had nothing yet.
+        scope: Identifier of the bound, equal for all processes that share it, on any host.
+        name: Name for messages: `MemAvailable`, a file of a cgroup, or a resource limit.
+        left_bytes: Memory that these processes together may still take.
+        whole_bytes: Memory that they could take if they had none yet.
     """
 
     scope: str
@@ -44,10 +44,10 @@ class HostShortage:
     """A limit that is too tight for the ranks that share it.
 
     Attributes:
-        limit: The limit; of those that are too tight, the one that leaves the smallest share of what is needed.
-        num_ranks: Ranks that share it.
-        needed_bytes: What they need together.
-        parts: What the first of them needs, in bytes by name.
+        limit: The limit; of several, the one that leaves the smallest share of the need.
+        num_ranks: Number of ranks that share it.
+        needed_bytes: Memory that these ranks need together.
+        parts: Needs of the first of these ranks, in bytes by name.
     """
 
     limit: HostLimit
@@ -57,19 +57,19 @@ class HostShortage:
 
     @property
     def worker_bytes(self) -> int:
-        """Memory that the limit leaves for the rank of `parts`: a share as large as that of its need."""
+        """Memory that the limit leaves for the rank of `parts`, in proportion to its need."""
         return self.limit.left_bytes * sum(self.parts.values()) // self.needed_bytes
 
 
 @dataclass(frozen=True)
 class HostShare:
-    """Memory that a rank may take: its own need, and an equal part of what no rank of its host needs."""
+    """Memory that a rank may take: its own need, plus an equal share of what no rank of its host needs."""
 
     num_bytes: int
 
 
 def available_bytes() -> int:
-    """Memory that is available to new work, as the kernel estimates it."""
+    """Memory available to new work, as the kernel estimates it."""
     return _meminfo_bytes(PROC, "MemAvailable")
 
 
@@ -84,13 +84,13 @@ def resident_bytes() -> int:
 
 
 def read_host_limits(proc: Path = PROC) -> tuple[HostLimit, ...]:
-    """Everything that bounds this process's memory: the machine, each cgroup that it is in, its resource limits.
+    """Read all limits of this process's memory: the machine's, those of its cgroups, its resource limits.
 
     Page cache that a cgroup would drop first does not count as used. A virtual machine that grows its memory on first
-    use shows less in MemAvailable than it can provide; there the reading is on the safe side.
+    use can provide more than MemAvailable shows; the reading is on the safe side.
 
     Args:
-        proc: Where the kernel's files are.
+        proc: Folder of the kernel's files.
     """
     machine = _machine_id(proc)
     available, total = (_meminfo_bytes(proc, name) for name in ("MemAvailable", "MemTotal"))
@@ -116,12 +116,12 @@ def read_host_limits(proc: Path = PROC) -> tuple[HostLimit, ...]:
 
 
 def oom_kills(proc: Path = PROC) -> dict[str, int]:
-    """Processes that the kernel has killed so far for lack of memory, by the folder of their cgroup, of version 2 or 1.
+    """Count the processes that the kernel has killed for lack of memory, by cgroup folder (version 2 or 1).
 
-    Only cgroups that this process is in. The machine's counter has other cgroups' too.
+    Only this process's cgroups are counted. The machine's counter includes other cgroups.
 
     Args:
-        proc: Where the kernel's files are.
+        proc: Folder of the kernel's files.
     """
     files = [folder / name for folder in _cgroup_folders(proc) for name in ("memory.events", "memory.oom_control")]
     counts = {str(file.parent): _table(file).get("oom_kill") for file in files if file.is_file()}
@@ -129,7 +129,7 @@ def oom_kills(proc: Path = PROC) -> dict[str, int]:
 
 
 def lockable_bytes() -> int | None:
-    """RLIMIT_MEMLOCK of this process, None without a limit."""
+    """RLIMIT_MEMLOCK of this process; None without a limit."""
     soft_limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft_limit == resource.RLIM_INFINITY else soft_limit
 
@@ -137,14 +137,14 @@ def lockable_bytes() -> int | None:
 def reserve_host_memory(
     parts: Mapping[str, int], limits: Sequence[HostLimit] | None = None
 ) -> HostShare | HostShortage:
-    """Decide whether the ranks of each host can all take what they need; none of them has taken it yet.
+    """Decide whether the ranks of each host can all take what they need, before any of them takes it.
 
-    A collective over the default process group where there is one. Limits are read before any rank returns, so what one
-    rank takes afterwards is not missing from what another one reads. Every rank comes to the same verdict.
+    A collective over the default process group if there is one. All limits are read before any rank returns, so no
+    rank's reading lacks what another one takes afterwards. Every rank comes to the same verdict.
 
     Args:
-        parts: What this rank needs, in bytes by name.
-        limits: Of this rank; None reads them.
+        parts: Needs of this rank, in bytes by name.
+        limits: Limits of this rank; None reads them.
     """
     mine = (tuple(read_host_limits() if limits is None else limits), dict(parts))
     asked = [mine]
@@ -157,7 +157,7 @@ def reserve_host_memory(
 def judge_host_memory(
     asked: Sequence[tuple[Sequence[HostLimit], Mapping[str, int]]], rank: int
 ) -> HostShare | HostShortage:
-    """The verdict for `rank` on the needs of all ranks, each with its limits and its parts."""
+    """Return the verdict for `rank`, given the limits and the parts of all ranks."""
     tightest: dict[str, HostLimit] = {}
     members: dict[str, list[int]] = {}
     for index, (limits, _) in enumerate(asked):
@@ -194,7 +194,7 @@ def _machine_id(proc: Path) -> str:
 
 
 def _cgroup_folders(proc: Path) -> Iterator[Path]:
-    """The folders of this process's memory cgroups, of both versions, each from its own up to the root that is seen."""
+    """Yield the folders of this process's memory cgroups of both versions, each from its own up to the visible root."""
     paths: dict[str, str] = {}  # by version
     for line in _lines(proc / "self/cgroup"):
         number, controllers, path = line.split(":", 2)
@@ -209,7 +209,7 @@ def _cgroup_folders(proc: Path) -> Iterator[Path]:
             continue
         root, point = (Path(field) for field in mount.split(" ")[3:5])
         path = Path(paths[kind])
-        # In a namespace the mount may begin below the cgroup, of which only the mounted part is seen then.
+        # In a namespace the mount may begin below the cgroup; only the mounted part is visible then.
         below = path.relative_to(root) if path.is_relative_to(root) else Path()
         yield point / below
         yield from (point / parent for parent in below.parents)
@@ -223,7 +223,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _table(path: Path) -> dict[str, int]:
-    """The numbers of a file of lines `name number [unit]`."""
+    """Read the numbers of a file with lines `name number [unit]`."""
     rows = (line.split() for line in _lines(path))
     return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
 

@@ -1,8 +1,8 @@
 """Regions of host memory that the arena divides: pageable, or page-locked near the GPU at memory speed.
 
-`cudaHostAlloc` pins at about 1 GB/s and torch's caching host allocator rounds sizes up to powers of two. Here a region
-of exactly the size asked for is mapped, bound to the GPU's NUMA node, backed by huge pages that several threads touch
-at once, and registered: docs/measurements/mechanisms.md has the rates.
+`cudaHostAlloc` pins at about 1 GB/s, and torch's caching host allocator rounds sizes up to powers of two. This module
+maps a region of exactly the requested size, binds it to the GPU's NUMA node, backs it by huge pages that several
+threads touch at once, and registers it. docs/measurements/mechanisms.md has the rates.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def _cudart() -> Any:
 
 
 def _forget_last_error() -> None:
-    """Have torch find and drop CUDA's last error, which its next kernel would be blamed for."""
+    """Have torch find and drop CUDA's last error, which it would otherwise report for its next kernel."""
     with suppress(RuntimeError):
         torch.zeros(1, device="cuda")
 
 
 def numa_node_of_gpu(device_index: int) -> int | None:
-    """The NUMA node that a GPU is attached to, from sysfs; None where sysfs has none."""
+    """NUMA node that a GPU is attached to, from sysfs; None if sysfs has none."""
     properties = cast(Any, torch.cuda.get_device_properties(device_index))  # pyright: ignore[reportUnknownMemberType]
     address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
     try:
@@ -92,8 +92,8 @@ class PinnedRegion:
     """A page-locked region.
 
     Args:
-        num_bytes: Size; the mapping is rounded up to whole huge pages, `buffer` is not.
-        numa_node: Where its pages should be, None for anywhere.
+        num_bytes: Size of `buffer`; the mapping is rounded up to whole huge pages.
+        numa_node: Preferred node of the pages; None for any.
 
     Raises:
         ResidencyError: CUDA refused to register the memory; nothing is left allocated.
@@ -122,7 +122,7 @@ class PinnedRegion:
                 f"cudaHostRegister refused {size / 2**30:.2f} GiB of host memory (CUDA error {error}). The container's "
                 "limit on locked memory or on memory is likely too low; raise it (ulimit -l unlimited)."
             )
-        # A region that is dropped without being closed must not stay registered: its addresses will be used again.
+        # A region that is dropped without `close` must not stay registered: its addresses will be used again.
         self._unregister = weakref.finalize(self, _cudart().cudaHostUnregister, self._address)
         self._unregister.atexit = False
 
@@ -130,7 +130,7 @@ class PinnedRegion:
         """Unregister and unmap. No copy may be under way."""
         if self.buffer.numel():
             self._unregister()
-            # The mapping goes when the last tensor that views it does.
+            # The mapping is freed with the last tensor that views it.
             self.buffer = torch.empty(0, dtype=torch.uint8)
 
     def _prefer_node(self, node: int) -> None:
@@ -156,14 +156,14 @@ class PinnedRegion:
         end = self._address + self._size
         starts = range(self._address, end, share)
         with ThreadPoolExecutor(num_threads) as pool:
-            # memset lets go of the interpreter lock. MADV_POPULATE_WRITE does the same at half the speed (measured).
+            # memset releases the interpreter lock. MADV_POPULATE_WRITE does the same at half the speed (measured).
             list(pool.map(ctypes.memset, starts, repeat(0), (min(share, end - start) for start in starts)))
 
 
 def new_region_on(device: torch.device) -> Callable[[int], HostRegion]:
-    """Return what makes host memory for copies from and to a device: page-locked near a GPU, else pageable.
+    """Return a function that makes host memory for copies of a device: page-locked near a GPU, else pageable.
 
-    Where CUDA refuses to register memory, it warns and makes pageable memory.
+    If CUDA refuses to register memory, that function warns and makes pageable memory.
     """
     if device.type != "cuda":
         return PageableRegion
