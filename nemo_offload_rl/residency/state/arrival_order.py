@@ -23,7 +23,7 @@ class Span:
     Attributes:
         record: The storage.
         begin_bytes: Offset of the first byte.
-        end_bytes: Offset behind the last byte; None for the storage's end.
+        end_bytes: Offset past the last byte; None for the storage's end.
     """
 
     record: StorageRecord
@@ -31,13 +31,13 @@ class Span:
     end_bytes: int | None
 
     def of(self, storage_bytes: Tensor) -> Tensor:
-        """Take the span, [n] uint8, out of all bytes of the storage or of a copy, [N]."""
+        """Take the span, [n] uint8, out of all bytes, [N], of the storage or of its copy."""
         return storage_bytes[self.begin_bytes : self.end_bytes]
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Begin of the bytes, up to the next place of the storage, that a layer (0: none, from 1) reads first."""
+    """Start of bytes that a layer (from 1; 0 for none) reads first. They end at the storage's next place."""
 
     layer: int
     begin_bytes: int
@@ -47,8 +47,8 @@ class ArrivalOrder:
     """Finds spans and their order, once for each storage.
 
     Args:
-        group: The group. A parameter in no layer is needed before the first layer, and so is any other tensor that
-            shares its storage with no parameter.
+        group: The group. Parameters in no layer are needed before the first layer, as are tensors that share their
+            storage with no parameter.
     """
 
     def __init__(self, group: StateGroup) -> None:
@@ -56,11 +56,11 @@ class ArrivalOrder:
         self._places: dict[int, tuple[StorageWeakRef, list[_Place]]] = {}
 
     def of(self, records: Mapping[int, StorageRecord]) -> tuple[list[Span], list[int]]:
-        """Spans of these storages in order.
+        """Find the spans of these storages, in order.
 
         Returns:
-            The spans needed before any layer, then those of each layer in turn; and the number of spans up to each of
-            these points, `len(layers) + 1` numbers.
+            Spans needed before any layer, then those of each layer in turn; and the number of spans up to each of these
+            points, `len(layers) + 1` numbers.
         """
         if not all(key in self._places and not self._places[key][0].expired() for key in records):
             self._look(records)
@@ -91,7 +91,7 @@ class ArrivalOrder:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Offsets in the storage of a tensor's first byte and of the end of its last."""
+    """Offsets in bytes of a tensor in its storage: of its first byte and past its last."""
     begin, size = int(tensor.storage_offset()), tensor.element_size()
     if tensor.numel() == 0:
         return begin * size, begin * size
@@ -100,7 +100,7 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 
 def _places(extents: Sequence[tuple[int, int, int]]) -> Iterator[_Place]:
-    """Places of one storage from begin, end and layer of its parameters, in order. Gaps go with what precedes them."""
+    """Yield one storage's places from the sorted (begin, end, layer) of its parameters. Gaps go with what precedes."""
     apart: list[tuple[int, int, int]] = []
     for begin, end, layer in [it for it in extents if it[0] < it[1]] or extents[:1]:
         if apart and begin < apart[-1][1]:

@@ -1,7 +1,7 @@
 """Exchanges a group's contents on the device with those of a snapshot, on the device or on the host, and back.
 
-The contents pass through a little device memory, which is taken beforehand and kept until they are back: a pass that
-ran out of memory must not keep them from going back.
+The contents pass through a little device memory. It is taken beforehand and kept until they are back, so that they can
+go back even if a pass runs out of memory.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ PIECE_BYTES = 64 << 20  # exchanged at once; large enough for the speed of the l
 _NUM_BUFFERS = 2  # a piece arrives while the one before it leaves
 
 type Pairs = list[tuple[Tensor, Tensor]]
-"""[N] tensors, the first of them on the device and at least as wide as the second."""
+"""Pairs of [N] tensors; the first is on the device and at least as wide as the second."""
 
 type Moved = Callable[[Transfer, bool], None]
 
 
 class Exchange:
-    """One exchange and its way back. Takes no host memory; with the host, both directions of the link are in use.
+    """One exchange and its reversal. Takes no host memory; an exchange with the host uses both directions of the link.
 
     Args:
-        device: Where the first of each pair is.
-        where: The same as a torch device.
-        num_bytes: Size of all pairs; for fewer than `PIECE_BYTES` less device memory is taken.
-        with_host: The second of each pair is on the host.
+        device: Device of the first tensors.
+        where: The same device, as torch names it.
+        num_bytes: Size of all pairs; if below `PIECE_BYTES`, less device memory is taken.
+        with_host: The second tensors are on the host.
 
     Raises:
-        DeviceOutOfMemoryError: There is no room for two pieces; none is taken then.
+        DeviceOutOfMemoryError: There is no room for two pieces; none is taken.
     """
 
     def __init__(self, device: Device, where: torch.device, num_bytes: int, *, with_host: bool) -> None:
@@ -55,16 +55,16 @@ class Exchange:
         self._buffers = [storage_bytes(storage, self._piece_bytes) for storage in storages]
 
     def run(self, pairs: Iterable[tuple[Tensor, Tensor]], moved: Moved) -> None:
-        """Exchange the uint8 contents of each pair. If it raises, `undo` takes back what was exchanged.
+        """Exchange the uint8 contents of each pair. If it raises, `undo` reverses what was exchanged.
 
         Args:
-            pairs: On the device, and on the device or the host.
-            moved: Called with each copy over the link, and whether it came to the device.
+            pairs: A tensor on the device and one on the device or the host.
+            moved: Called with each copy over the link and whether it came to the device.
         """
         self._through(in_batches(pairs, self._piece_bytes), moved)
 
     def undo(self, moved: Moved) -> None:
-        """Exchange back what `run` exchanged; `moved` as there.
+        """Reverse what `run` exchanged. `moved` is as in `run`.
 
         Raises:
             ResidencyError: `run` broke off in the middle of a piece, whose contents are lost.
@@ -81,7 +81,7 @@ class Exchange:
         self._buffers = []
 
     def _through(self, batches: Iterable[Pairs], moved: Moved) -> None:
-        """Exchange batches. The contents of one are fetched while those of the one before it leave."""
+        """Exchange batches. Each is fetched while the one before it leaves."""
         fetched: tuple[Pairs, list[Tensor], Transfer | None] | None = None
         try:
             for index, batch in enumerate(batches):
@@ -104,7 +104,7 @@ class Exchange:
         return None
 
     def _finish(self, batch: Pairs, kept: list[Tensor], coming: Transfer | None, moved: Moved) -> None:
-        """Overwrite the second contents of a batch, of which `kept` has a copy, with the first, and these with it."""
+        """Write a batch's first contents over the second, and `kept`, a copy of the second, over the first."""
         own, others = (list(side) for side in zip(*batch, strict=True))
         if coming is not None:
             coming.wait_device()
@@ -119,7 +119,7 @@ class Exchange:
         self._is_torn = False
 
     def _send(self, own: list[Tensor], hosts: list[Tensor], kept: list[Tensor]) -> Transfer:
-        """Copy to the host. If that cannot start, the host has its contents again, of which `kept` has a copy."""
+        """Copy to the host. If that cannot start, restore the host's contents from `kept`."""
         try:
             going = self._device.copy_out(map(Copy, own, hosts))
         except BaseException:
@@ -132,7 +132,7 @@ class Exchange:
 
 
 def in_batches(pairs: Iterable[tuple[Tensor, Tensor]], num_bytes: int) -> Iterator[Pairs]:
-    """All elements in order, in lists whose first tensors have at most `num_bytes` together."""
+    """Yield all elements in order, in lists whose first tensors have at most `num_bytes` together."""
     batch: Pairs = []
     held_bytes = 0
     for left, right in pairs:
@@ -149,11 +149,11 @@ def in_batches(pairs: Iterable[tuple[Tensor, Tensor]], num_bytes: int) -> Iterat
 
 @torch.no_grad()
 def copy_at_once(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy in few kernels: one for each tensor would have the host busy for longer than the device."""
+    """Copy in few kernels: launching one for each tensor would take the host longer than the device."""
     torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
 
 
 def _parts_of(buffer: Tensor, batch: Pairs) -> list[Tensor]:
-    """A part of a [N] uint8 buffer for each pair of a batch of at most N bytes."""
+    """Split a [N] uint8 buffer into a part for each pair of a batch of at most N bytes."""
     sizes = [own.numel() for own, _ in batch]
     return list(torch.split(buffer[: sum(sizes)], sizes))

@@ -1,7 +1,7 @@
 """Frozen host copies of parameters: taken once, in the type to which passes cast them, and read many times.
 
-A copy that is narrower than its group crosses the link as it is kept, to the last bytes of where it belongs, and is
-widened there on the device.
+A copy narrower than its group crosses the link as it is, to the last bytes of its place on the device, and is widened
+there.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ CAST_AT_ONCE_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Form:
-    """How a storage with contents is kept.
+    """Types and size of a storage with contents.
 
     Attributes:
-        own: Type of its elements in the group; uint8 where the bytes are kept as they are.
-        kept: Their type in the copy.
+        own: Element type in the group; uint8 if the bytes are kept as they are.
+        kept: Element type in the copy.
         num_bytes: Size of the storage.
     """
 
@@ -55,9 +55,9 @@ class FrozenCopy(HostMirror):
     """Storages of one or more groups, each kept once.
 
     Args:
-        owner: Named in the arena's errors.
-        arena: Host memory.
-        pinned: It is page-locked.
+        owner: Name in the arena's errors.
+        arena: Provides the host memory.
+        pinned: The host memory is page-locked.
     """
 
     def __init__(self, owner: str, arena: HostArena, *, pinned: bool = True) -> None:
@@ -65,7 +65,7 @@ class FrozenCopy(HostMirror):
         self._forms: dict[int, Form] = {}
 
     def keep(self, device: Device, group: StateGroup, records: Mapping[int, StorageRecord]) -> dict[int, Form]:
-        """Add a group's storages, which are on the device with no writes under way; return their forms.
+        """Add a group's storages, which are on the device and not being written; return their forms.
 
         Raises:
             HostBudgetError: There is no host memory for them.
@@ -84,16 +84,16 @@ class FrozenCopy(HostMirror):
         return forms
 
     def copies_to(self, places: Mapping[int, Tensor]) -> Iterator[Copy]:
-        """The copies that bring storages to the last bytes of their places, [N] uint8 on the device by key."""
+        """Yield copies that bring storages to the last bytes of their places, [N] uint8 on the device by key."""
         for key, place in places.items():
             host = self.bytes_of(key)
             yield Copy(place[place.numel() - host.numel() :], host)
 
     def widen(self, places: Mapping[int, Tensor]) -> None:
-        """Have what `copies_to` brought fill its places, from the front. No element is overwritten before it is read.
+        """Widen what `copies_to` brought, from the front, to fill its places. Reads each element before overwriting it.
 
-        Element i of n ends at byte `own * i`, and no later element begins before `(own - kept) * n + kept * i`, which
-        is more.
+        The first i of n wide elements end at byte `own * i`. The narrow elements after them begin at `(own - kept) * n
+        + kept * i`, which is no less.
         """
         pairs = (
             (place.view(form.own), place[form.num_bytes - form.kept_bytes :].view(form.kept))
@@ -105,7 +105,7 @@ class FrozenCopy(HostMirror):
 
 
 def forms_of(group: StateGroup, records: Mapping[int, StorageRecord]) -> dict[int, Form]:
-    """How a copy keeps each storage that has contents: narrower where all of its tensors are wider parameters."""
+    """Choose how a copy keeps each storage with contents: narrower if all of its tensors are wider parameters."""
     read_dtype = group.read_dtype
     types: dict[int, set[torch.dtype | None]] = {}
     for _, tensor in group.tensors():
@@ -128,7 +128,7 @@ def snapshot_bytes(group: StateGroup) -> int:
 
 
 def snapshot_is_cast(group: StateGroup) -> bool:
-    """Tell whether a copy of a group that is on the device has fewer bytes than the group."""
+    """Tell whether a copy of a group that is on the device takes fewer bytes than the group."""
     return any(form.is_cast for form in forms_of(group, unique_storages(group.tensors())).values())
 
 

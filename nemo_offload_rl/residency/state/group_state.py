@@ -1,4 +1,4 @@
-"""One state group's place, host copy and copies under way; the waits of layers for their parameters.
+"""One state group's place, host copy and copies under way, and the waits of layers for their parameters.
 
 A group arrives in the order in which a forward pass first reads it. The pass starts while parameters of later layers
 are still arriving: a hook before each layer's forward makes the device wait for the copies up to that layer's. The host
@@ -33,12 +33,12 @@ class _Flight:
 
     Attributes:
         transfer: The copies.
-        report: The report that is charged.
+        report: Report to charge.
         to_release: Storages of a leaving group, released as their copies finish.
         read: Storages of a staying group whose host copy is updated; they become `to_release` if it leaves meanwhile.
         num_released: Number of storages released so far.
-        num_needed: Of an arriving group: copies needed before any layer, then up to each layer.
-        is_beside: Other copies run at the same time, and their seconds on the link count instead.
+        num_needed: For an arriving group, the number of copies needed before any layer, then up to each layer.
+        is_beside: Other copies run at the same time, and only their seconds on the link count.
         order: Grows with each flight.
     """
 
@@ -75,7 +75,7 @@ class GroupState:
         self._is_foreign = False  # the device has a snapshot's contents, which must not overwrite the host copy
 
     def leave(self, place: Placement, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
-        """Go to the host, or be freed. Memory is released as its copies finish."""
+        """Move the group to the host or free it. Memory is released as its copies finish."""
         on_device = {key: record for key, record in records.items() if record.storage.nbytes()}
         if place is Placement.FREED or not self._is_refreshing(on_device):
             self.settle()
@@ -91,12 +91,12 @@ class GroupState:
     def arrive(
         self, records: Mapping[int, StorageRecord], report: TransitionReport, source: FrozenCopy | None = None
     ) -> None:
-        """Come to the device from the host copy, or start from nothing after having been freed.
+        """Bring the group from its host copy, or make it anew if it was freed.
 
         Args:
             records: The group's storages.
             report: The report to charge.
-            source: A snapshot, whose contents take the place of the group's own until the group leaves.
+            source: Snapshot whose contents take the place of the group's own until the group leaves.
         """
         if source is None and self._is_whole(records):
             self._stay()
@@ -112,7 +112,7 @@ class GroupState:
         self._is_foreign = source is not None
 
     def undo_arrival(self, records: Mapping[int, StorageRecord]) -> None:
-        """Release what a failed `arrive` allocated: memory without its contents must not be taken for state."""
+        """Release what a failed `arrive` allocated, so that memory without contents is not taken for state."""
         self.settle()  # copies of a leaving group still read its memory
         for key, record in records.items():
             if record.storage.nbytes() and self.mirror.has(key):
@@ -121,7 +121,7 @@ class GroupState:
     def hand_over(self) -> None:
         """Release the memory of a leaving group before its copies have finished.
 
-        Copies to the device that start later wait on the device for these. The host waits only for memory that `arrive`
+        Later copies to the device wait on the device for the copies out. The host waits only for memory that `arrive`
         did not allocate, such as that of states made by their first update.
         """
         flight = self._flight
@@ -138,21 +138,21 @@ class GroupState:
 
     @property
     def held_bytes(self) -> int:
-        """Device memory that the group holds, as far as it has a host copy; also while it is leaving."""
+        """Bytes of the group's host copy while the group holds device memory, also while it is leaving; else 0."""
         if self.location is Placement.DEVICE or (self.is_leaving and not self._is_released):
             return self.mirror.num_bytes
         return 0
 
     @property
     def leaving_bytes(self) -> int:
-        """Device memory that a leaving group still holds; 0 for others."""
+        """Device memory that a leaving group still holds; 0 for other groups."""
         if self._flight is None or not self.is_leaving:
             return 0
         return sum(storage.nbytes() for storage in self._flight.to_release)
 
     @property
     def can_release(self) -> bool:
-        """Whether there is memory to release whose copies have finished."""
+        """Tell whether finished copies out have memory to release."""
         flight = self._flight
         if flight is None or not self.is_leaving:
             return False
@@ -160,12 +160,12 @@ class GroupState:
 
     @property
     def is_leaving(self) -> bool:
-        """Whether copies out are under way, or have memory left to release."""
+        """Tell whether copies out are under way or have memory left to release."""
         return self._flight is not None and self.location is not Placement.DEVICE
 
     @property
     def order(self) -> int:
-        """Rank of the copies under way among those of all groups, the earliest first."""
+        """Rank of the copies under way among all groups' copies; the earliest is lowest."""
         return self._flight.order if self._flight is not None else 0
 
     def wait_some(self) -> None:
@@ -175,21 +175,21 @@ class GroupState:
 
     @property
     def is_arriving(self) -> bool:
-        """Whether copies in are under way and nothing has waited for the last one."""
+        """Tell whether copies in are under way and nothing has waited for the last one."""
         return self._flight is not None and bool(self._flight.num_needed)
 
     @property
     def is_moving(self) -> bool:
-        """Whether copies are under way that nothing has waited for."""
+        """Tell whether copies are under way that have not finished."""
         return self._flight is not None and not self._flight.transfer.finished
 
     def wait_arrival(self, num_layers: int | None = None) -> None:
         """Make all later work on the device wait for the group's copies.
 
-        Copies out of a group that stays are waited for as a whole, and stay under way for the host.
+        Copies out of a group that stays are waited for as a whole, and the host goes on tracking them.
 
         Args:
-            num_layers: Wait only for what is needed before and in this many of the first layers; None for all.
+            num_layers: Wait only for what is needed before and in this many first layers; None for all copies.
         """
         flight = self._flight
         if flight is None or self.location is not Placement.DEVICE:
@@ -203,7 +203,7 @@ class GroupState:
             self._finish()
 
     def settle(self) -> float:
-        """Wait for copies under way and release the memory of those that left; returns the seconds waited."""
+        """Wait for copies under way and release the memory of those that left; return the seconds waited."""
         if self._flight is None:
             return 0.0
         start = time.perf_counter()
@@ -222,7 +222,7 @@ class GroupState:
             flight.transfer.wait_host()
 
     def settle_and_charge(self, *, is_exposed: bool = True) -> TransitionReport | None:
-        """Settle outside of a transition; returns the report of the copies, which is charged.
+        """Settle outside of a transition; charge and return the report of the copies, None if there are none.
 
         Args:
             is_exposed: Charge the wait as exposed seconds.
@@ -235,7 +235,7 @@ class GroupState:
         return report
 
     def release_finished(self) -> bool:
-        """Release the memory of copies out that have finished; True once all have."""
+        """Release the memory of copies out that have finished; return True once all have."""
         flight = self._flight
         if flight is None:
             return False
@@ -253,11 +253,11 @@ class GroupState:
         self._unaccounted = [flight for flight in self._unaccounted if not flight.transfer.finished]
 
     def track(self, transfer: Transfer, report: TransitionReport, *, is_beside: bool = False) -> None:
-        """Charge a copy that the caller waits for; see `_Flight`."""
+        """Charge a report the seconds of copies that the caller waits for; see `_Flight` for `is_beside`."""
         self._unaccounted.append(_Flight(transfer, report, is_beside=is_beside))
 
     def start_refresh(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
-        """Start to update the host copy while the group is only read, so that it can leave without a copy later."""
+        """Start updating the host copy of a group that is only read, so that it can leave without a copy later."""
         self.settle()
         transfer, dirty = self._copy_dirty(records, report)
         if dirty:
@@ -270,12 +270,12 @@ class GroupState:
         self.track(transfer, report)
 
     def restore(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
-        """Overwrite the device contents with the host copy's."""
+        """Overwrite the device contents with the host copy."""
         transfer = self._device.copy_in(_copy(record, self.mirror) for record in records.values())
         self.overwrite(transfer, report, self.group.name)
 
     def overwrite(self, transfer: Transfer, report: TransitionReport, charged_to: str) -> None:
-        """Make later work on the device wait for a transfer that overwrites the contents."""
+        """Make later work on the device wait for a transfer that overwrites the contents, and charge it."""
         transfer.wait_device()
         report.group(charged_to).bytes_in += transfer.num_bytes
         self.track(transfer, report)
@@ -284,7 +284,7 @@ class GroupState:
         self, records: Mapping[int, StorageRecord], report: TransitionReport
     ) -> tuple[Transfer, list[StorageRecord]]:
         """Start copying out what changed since its last copy."""
-        if records:  # without any, the host copy keeps its place: gradients come again
+        if records:  # without records the host copy keeps its memory: gradients come again
             self.mirror.cover(records)
         clean = [record for key, record in records.items() if self.mirror.is_clean(key, self.version)]
         clean_keys = {record.key for record in clean}
@@ -308,7 +308,7 @@ class GroupState:
     def _start_leaving(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
         refresh = self._flight
         transfer, dirty = self._copy_dirty({} if self._is_foreign else records, report)
-        # From here on storages may lose their contents; if anything fails, `arrive` brings those back.
+        # From here on storages may lose their contents; if anything fails, `arrive` restores them.
         self.location = Placement.HOST
         to_release = [record.storage for record in dirty] if refresh is None else refresh.read
         self._flight = refresh or _Flight(transfer, report)
@@ -347,14 +347,14 @@ class GroupState:
         return self._flight is None or self._flight.num_released == len(self._flight.to_release)
 
     def _is_refreshing(self, records: Mapping[int, StorageRecord]) -> bool:
-        """Whether the copies under way update the host copy, so that the group can leave with them."""
+        """Tell whether the copies under way update the host copy, so that the group can leave with them."""
         flight = self._flight
         if flight is None or not flight.read or self._is_foreign or self._verify:
             return False
         return all(self.mirror.is_clean(key, self.version) for key in records)
 
     def _is_whole(self, records: Mapping[int, StorageRecord]) -> bool:
-        """Whether the group is leaving and all of its contents are still on the device."""
+        """Tell whether the group is leaving and all of its contents are still on the device."""
         flight = self._flight
         if flight is None or not self.is_leaving or self._is_foreign or not flight.to_release or flight.num_released:
             return False
@@ -382,7 +382,7 @@ def _copy(record: StorageRecord, mirror: HostMirror) -> Copy:
 class LayerWaits:
     """Hooks that make each layer wait for its own parameters, whichever groups hold them.
 
-    They run before the hooks that a layer has already, since FSDP's reads the layer's parameters.
+    They run before a layer's existing hooks, since FSDP's hook reads the layer's parameters.
 
     Args:
         states: All groups of a worker.

@@ -1,12 +1,12 @@
-"""Frozen copies of a group's contents that can take their place for a while: the reference policy's parameters.
+"""Frozen copies of a group's contents that can replace them for a while: the reference policy's parameters.
 
-Three ways to swap, with the same bits:
-1. With room on the device the snapshot comes there ahead of its use, and the two exchange their contents there: one
+There are three ways to swap, with the same bits:
+1. If the device has room, the snapshot comes there ahead of its use and exchanges its contents with the group's: one
    crossing, behind earlier work.
-2. Without room, if the plan has a host copy of the group, the snapshot is written over the group, which comes back
-   from that copy: two crossings that are waited for.
-3. A group that never leaves the device has no host copy, and none is made: its bytes and the snapshot's on the host
-   are exchanged piece by piece, there and back. A snapshot that is narrower than the group has no room for this.
+2. Without room, if the plan has a host copy of the group, the snapshot is written over the group, which comes back from
+   that copy: two crossings that are waited for.
+3. A group that never leaves the device has no host copy. Its bytes and the snapshot's on the host are exchanged piece
+   by piece, there and back. A snapshot narrower than the group has no room for this and is swapped as in 2.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from nemo_offload_rl.residency.table.plan import Placement, ResidencyPlan
 
 
 class Snapshot:
-    """One snapshot.
+    """Frozen copy of one group.
 
     Args:
         name: Its name in reports.
         state: Its group.
         copy: Host memory for its contents.
-        device: Where its group lives.
+        device: Device of its group.
         has_host_copy: The plan has host memory for a copy of the group itself.
     """
 
@@ -60,17 +60,17 @@ class Snapshot:
 
     @property
     def device_bytes(self) -> int:
-        """Device memory that it takes when it is staged."""
+        """Device memory that the snapshot takes when it is staged."""
         return sum(form.num_bytes for form in self._forms.values())
 
     def covered(self, records: Mapping[int, StorageRecord]) -> dict[int, StorageRecord]:
-        """Those of the group's storages that the snapshot has bytes for.
+        """Storages of the group that the snapshot has bytes for.
 
-        Buffers without contents, and those that a module has replaced since (a rotary embedding that follows the
-        longest sequence), are no part of it: a pass finds them as the module left them.
+        Buffers without contents, and buffers that a module has replaced since (a rotary embedding that follows the
+        longest sequence), are left out: a pass finds them as the module left them.
 
         Raises:
-            ResidencyError: A parameter has other memory since, so that its frozen contents have no place.
+            ResidencyError: A parameter was given other memory since, so that its frozen contents have no place.
         """
         found = {
             key: record
@@ -89,7 +89,7 @@ class Snapshot:
         return found
 
     def stage(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> bool:
-        """Start to bring the bytes to the device, in addition to the group's own; False if there is no room."""
+        """Start copying to the device, in addition to the group's own bytes; return False if there is no room."""
         if self._staged:
             return True
         rooms = {
@@ -111,7 +111,7 @@ class Snapshot:
         return True
 
     def release(self) -> int:
-        """Release the copy on the device, if there is one; returns its bytes."""
+        """Release the staged copy, if there is one; return its bytes."""
         if self._transfer is not None:
             self._transfer.wait_host()
         num_bytes = sum(tensor.numel() for tensor in self._staged.values())
@@ -122,7 +122,7 @@ class Snapshot:
         """Make sure that the group's own bytes are all there and survive a swap. Changes none of them.
 
         Raises:
-            DeviceOutOfMemoryError: There is no room for what an exchange needs.
+            DeviceOutOfMemoryError: There is no room for the exchange.
         """
         self.state.wait_arrival()
         if self._transfer is not None:
@@ -135,19 +135,19 @@ class Snapshot:
             self._exchange = Exchange(self._device, where, self.device_bytes, with_host=self._transfer is None)
 
     def swap_in(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
-        """Have the snapshot's bytes in the group's storages; `prepare` came before."""
+        """Put the snapshot's bytes into the group's storages. Call `prepare` first."""
         places = {key: storage_bytes(record.storage, record.storage.nbytes()) for key, record in records.items()}
         if self._exchange is None:
             self.state.overwrite(self._device.copy_in(self.copy.copies_to(places)), report, self.name)
             self.copy.widen(places)
             return
-        # What was made after the copy came to the device is no part of it.
+        # The staged copy lacks storages that were made after it.
         others = self._staged if self._transfer is not None else {key: self.copy.bytes_of(key) for key in records}
         pairs = ((place, others[key]) for key, place in places.items() if key in others)
         self._exchange.run(pairs, self._charged_to(report, coming=self.name, going=self.state.group.name))
 
     def swap_out(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
-        """Have the group's own bytes back, also after a `swap_in` that failed half-way."""
+        """Restore the group's own bytes, also after a `swap_in` that failed half-way."""
         if self._exchange is None:
             self.state.restore(records, report)
             return
@@ -158,7 +158,7 @@ class Snapshot:
             exchange.close()
 
     def _charged_to(self, report: TransitionReport, *, coming: str, going: str) -> Callable[[Transfer, bool], None]:
-        """Make a function that charges the copies of an exchange with the host to those whose contents move."""
+        """Return a function that charges each copy of an exchange to the name whose contents move."""
 
         def charge(transfer: Transfer, is_coming: bool) -> None:
             self.state.track(transfer, report, is_beside=is_coming)
@@ -176,7 +176,7 @@ class Snapshot:
             transfer.wait_device()
             self.copy.widen(self._staged)
         except BaseException:
-            self.release()  # it is neither wide nor narrow
+            self.release()  # it may be widened in part
             raise
         self._is_widened = True
 
@@ -193,13 +193,13 @@ class Snapshots:
 
     Args:
         groups: The groups; their `failure` is set if contents cannot be brought back.
-        passing: The parameters that pass through the device part by part, which have copies of their own.
-        plan: Says which groups have host memory for a copy of their own.
-        new_copy: Makes a copy without contents for a snapshot, by its name.
+        passing: Parameters that pass through the device part by part, which snapshots include; None if there are none.
+        plan: Tells which groups have host memory for a copy of their own.
+        new_copy: Makes an empty copy for a snapshot of a given name.
 
     Attributes:
-        all: By name.
-        present: The name of the one that is swapped in.
+        all: Snapshots by name.
+        present: Name of the snapshot that is swapped in, or None.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class Snapshots:
 
     @contextmanager
     def swapped_in(self, name: str, report: TransitionReport) -> Generator[None]:
-        """A snapshot's bytes in place of its group's; see `ResidencyManager.swapped_in`."""
+        """Put a snapshot's bytes in place of its group's for the body; see `ResidencyManager.swapped_in`."""
         snapshot = self.all[name]
         group = snapshot.state.group
         self._on_device(group.name, f"swap in {name!r}")
@@ -257,11 +257,11 @@ class Snapshots:
                 self._groups.failure = self.present = None
 
     def host_bytes(self) -> dict[str, int]:
-        """Host bytes by name."""
+        """Host bytes by snapshot."""
         return {name: snapshot.copy.num_bytes for name, snapshot in self.all.items()}
 
     def release_staged(self) -> int:
-        """Release all copies on the device that are not swapped in; returns their bytes."""
+        """Release the staged copies of all snapshots that are not swapped in; return their bytes."""
         return sum(snapshot.release() for name, snapshot in self.all.items() if name != self.present)
 
     def close(self) -> None:

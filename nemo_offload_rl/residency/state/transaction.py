@@ -1,4 +1,4 @@
-"""All groups of one worker: their storages, and transactions, which move all of the wanted groups or none."""
+"""All groups of one worker and their storages, and transactions, which move all of the wanted groups or none."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class GroupSet:
         self.states = states
         self.device = device
         self._kept: Records = {}
-        self._unexplained_bytes = 0  # on the device, at most so far
+        self._unexplained_bytes = 0  # most so far, on the device
 
     def refuse_if_failed(self, purpose: str) -> None:
         """Raise if an earlier failure could not be undone.
@@ -77,15 +77,15 @@ class GroupSet:
         return records
 
     def keep(self, records: Records) -> None:
-        """Have `records` return these until `forget`: listing the tens of thousands of a mixture of experts is slow."""
+        """Have `records` return these until `forget`: an MoE model has tens of thousands, slow to list."""
         self._kept = {n: found for n, found in records.items() if self.states[n].location is not Placement.FREED}
 
     def forget(self) -> None:
-        """List storages anew from here on, since groups may have other tensors."""
+        """Drop kept records, since groups may have other tensors now."""
         self._kept = {}
 
     def prepare(self, wanted: Mapping[str, Placement]) -> Records:
-        """Have the groups that will move drop their temporary copies; returns the storages after that."""
+        """Have the groups that will move drop their temporary copies; return the storages after that."""
         if not self._kept:
             self.device.advance_out()  # paced copies go on while the storages are listed
         for name, place in wanted.items():
@@ -95,7 +95,7 @@ class GroupSet:
         return self.records()
 
     def host_view(self, tensor: Tensor) -> Tensor | None:
-        """A tensor's contents in its group's host copy; None if they are on the device.
+        """View of a tensor's contents in its group's host copy; None if they are on the device.
 
         The result has the tensor's shape and strides and shares the host copy's memory.
         """
@@ -117,9 +117,9 @@ class GroupSet:
         """Release the memory of copies out that have finished. Does not block.
 
         Args:
-            release_cache: Release cached memory to the driver too, once all have finished or, if they are paced, any.
+            release_cache: Also release cached memory to the driver once all copies have finished or, if paced, any.
             starts_more: Start further paced copies.
-            report: The report to charge instead of that of the copies.
+            report: Report to charge instead of the copies' own.
         """
         settled = None
         for state in self.states.values():
@@ -136,13 +136,13 @@ class GroupSet:
         return any(state.is_leaving for state in self.states.values())
 
     def leftovers(self, records: Records | None, *, cache_released: bool) -> list[Leftover]:
-        """Memory on the device that no group which may be there explains; usually none.
+        """Find device memory that no group which may be there explains; usually none.
 
-        Looks only when the unexplained memory has become notably more than it ever was, and while no group is leaving.
+        Looks only while no group is leaving, and only if unexplained memory is well above its maximum so far.
 
         Args:
-            records: Storages by group; None for those of now.
-            cache_released: Cached memory was just released, so that what is still cached belongs to the leftovers.
+            records: Storages by group; None lists them now.
+            cache_released: Cached memory was just released, so that memory still cached counts as unexplained.
         """
         if self.is_leaving:
             return []
@@ -158,9 +158,9 @@ class GroupSet:
         return self.device.leftovers(records, here)
 
     def leave_at_most(self, limit_bytes: int, report: TransitionReport) -> None:
-        """Wait for copies out, in their order, until this process holds at most `limit_bytes` of the device.
+        """Wait for copies out, in order, until this process holds at most `limit_bytes` of the device.
 
-        Starts no further paced copies: the engine maps memory next, which waits for all that run.
+        Starts no more paced copies then: the engine maps memory next, which waits for all running copies.
 
         Args:
             limit_bytes: Most bytes that torch's allocator may hold.
@@ -168,14 +168,14 @@ class GroupSet:
         """
         with report.held_up():
             self.release_finished(release_cache=False, starts_more=False, report=report)
-            # Once for all tensors: releasing waits for running copies and holds up the next ones.
+            # Releases the cache once for all tensors: that waits for running copies and delays the next ones.
             self._wait_for(lambda: self.device.allocated_bytes() <= limit_bytes, report, release_cache=False)
             self.release_cache_for(report)
             # Blocks that are partly in use may need further copies.
             self._wait_for(lambda: self.device.reserved_bytes() <= limit_bytes, report, release_cache=True)
 
     def _wait_for(self, is_enough: Callable[[], bool], report: TransitionReport, *, release_cache: bool) -> None:
-        """Wait for copies out, in their order, until enough or all have finished."""
+        """Wait for copies out, in order, until `is_enough` or all have finished."""
         while not is_enough() and (leaving := [state for state in self.states.values() if state.is_leaving]):
             self.device.advance_out()
             min(leaving, key=lambda state: state.order).wait_some()
@@ -193,8 +193,8 @@ class GroupSet:
 
         Args:
             arrivals: Wait for copies in too.
-            release_cache: Release cached memory to the driver too.
-            report: The report to charge for that instead of that of the copies.
+            release_cache: Also release cached memory to the driver.
+            report: Report to charge for that instead of the copies' own.
             is_exposed: Charge the wait; False charges no report.
         """
         waiting = [state for state in self.states.values() if arrivals or not state.is_arriving]
@@ -206,8 +206,8 @@ class GroupSet:
     def release_cache_for(self, report: TransitionReport | None) -> None:
         """Release cached memory to the driver, unless that waits for many copies out; charge a report its seconds.
 
-        cudaFree waits for everything that runs on the GPU, copies included. Called while a group is leaving, it would
-        expose copies that are meant to be hidden. Of paced copies few run at a time.
+        `cudaFree` waits for everything on the GPU, copies included. Called while a group is leaving, it would expose
+        copies that are meant to be hidden. If copies are paced, few run at a time.
         """
         if not self.device.lets_memory_go and self.is_leaving:
             return
@@ -220,7 +220,7 @@ class GroupSet:
 
 
 class Transaction:
-    """One move of groups to where they are wanted. If any of it fails, every group goes back to its old place.
+    """One move of groups to where they are wanted. On failure every group goes back to its old place.
 
     If that fails too, the groups' `failure` is set and nothing moves any more.
 
