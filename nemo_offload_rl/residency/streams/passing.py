@@ -1,10 +1,10 @@
-"""Parameters and gradients that pass through the device part by part, in forward and backward passes.
+"""Passes parameters and gradients through the device part by part, in forward and backward passes.
 
-A part is what is read together: a layer, the embedding, the output layer. Its parameters (`params/part.<index>`) are on
-the device from just before they are read until they have been, while the part before computes at the earliest; its
-gradients (`grads/part.<index>`) while they are added to. The states of its optimizer (`optimizer/part.<index>`) join
-both in the update (`stream.py`). The parts that are updated first get their gradients last: where there is room, they
-stay for the update, and their states come while the backward pass goes on.
+A part is read as one: a layer, the embedding, the output layer. Its parameters (`params/part.<index>`) are on the
+device while they are read. They come, at the earliest, while the part before it computes. Its gradients
+(`grads/part.<index>`) are there while they are added to. The states of its optimizer (`optimizer/part.<index>`) join
+both in the update (`stream.py`). The parts that are updated first get their gradients last: if there is room, they stay
+for the update, and their states come while the backward pass goes on.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from nemo_offload_rl.residency.table.plan import Phase, Placement
 
 
 class PassingParts:
-    """Moves the parts of one worker; a backend says when it reads and writes what. One rank's, on one thread.
+    """Moves one rank's parts, on one thread; a backend says when it reads and writes each.
 
     Args:
         groups: All groups of the worker.
         parts: The optimizer's states, parameters and gradients of each part, in the order of a forward pass.
-        overlap: Bring what is read next while the present part computes.
+        overlap: Bring the next part while the present one computes.
         ledger: Gets the report of each pass.
-        work: What the phases' work needs.
-        limit_parts: What parts may hold of the device in addition to the work of a phase and the step, in bytes.
+        work: Memory needs of the phases' work.
+        limit_parts: Returns the bytes that parts may hold in addition to the work of a phase and the step.
 
     Attributes:
-        phase: What passes are charged to.
+        phase: Phase that passes are charged to.
     """
 
     def __init__(
@@ -59,34 +59,34 @@ class PassingParts:
         self._work = work
         self._limit_parts = limit_parts
         self._mover = self._new_mover()
-        self._narrow: set[int] = set()  # parts that have come from a copy as it is kept
+        self._narrow: set[int] = set()  # parts copied from `_shown` that are not widened yet
         self._shown: FrozenCopy | None = None
         self._leaving: list[GroupState] = []
-        self._kept: dict[int, int] = {}  # parts that stay for the update, and their bytes
-        self._limit_bytes = 0  # of them
+        self._kept: dict[int, int] = {}  # bytes of the parts that stay for the update, by index
+        self._limit_bytes = 0  # limit of their sum
 
     def __len__(self) -> int:
         return len(self._parts)
 
     def free_bytes(self) -> int:
-        """Memory of the device that could be allocated once everything has left that is leaving."""
+        """Device memory that could be allocated once all leaving groups have left."""
         return self._device.free_bytes() + self._leaving_bytes()
 
     def allocated_bytes(self) -> int:
-        """Device memory of this process, without what is leaving; 0 where that is not known."""
+        """Device memory of this process, without leaving groups; 0 if unknown."""
         return max(0, self._device.allocated_bytes() - self._leaving_bytes())
 
     def restart_peak(self) -> int:
-        """Most device memory that this process had at a time since the last call; 0 where that is not known."""
+        """Most device memory that this process had at a time since the last call; 0 if unknown."""
         return self._work.restart_peak()
 
     # -- passes
 
     @contextmanager
     def charged(self) -> Generator[None]:
-        """Charge what comes and goes in the body, a pass, to one entry of the ledger.
+        """Charge all moves in the body, a pass, to one entry of the ledger.
 
-        Parameters are away after it, but of parts that are kept. What was kept before leaves first.
+        Parts that were kept before leave first. After the body all parameters leave, except those of kept parts.
         """
         self._mover = self._new_mover()
         self._let_go()
@@ -105,10 +105,10 @@ class PassingParts:
             self._ledger.add_if_moved(self._mover.report)
 
     def bring(self, index: int) -> None:
-        """Have a part's parameters on the device for what the current stream does from now on.
+        """Bring a part's parameters to the device for later work of the current stream.
 
         Raises:
-            DeviceOutOfMemoryError: There is no room; they are on the host as before.
+            DeviceOutOfMemoryError: There is no room; they stay on the host.
         """
         with self._work.releasing():
             self._groups.release_finished(release_cache=False)
@@ -122,21 +122,21 @@ class PassingParts:
         self._narrow.discard(index)
 
     def bring_gradients(self, index: int) -> None:
-        """Have what a part's gradients are so far on the device; nothing where there are none yet."""
+        """Bring the sums of a part's gradients to the device, if there are any yet."""
         with self._mover.held_up():
-            # What is two parts behind has had the time of a part to leave.
+            # Gradients of two parts ago have had the time of a part to leave.
             for state in self._leaving[:-1]:
                 state.settle()
             self._leaving = self._leaving[-1:]
         self._arrive(self._grads[index])
 
     def has_read(self, index: int, following: int | None = None, *, with_gradients: int | None = None) -> None:
-        """Have a part's parameters leave, which nothing that starts from now on reads; others may come.
+        """Let a part's parameters leave, since no later work reads them, and start bringing what comes next.
 
         Args:
             index: The part.
-            following: Whose parameters are read next.
-            with_gradients: Whose gradients are added to next.
+            following: Part whose parameters are read next.
+            with_gradients: Part whose gradients are added to next.
         """
         with self._mover.held_up():
             self._mover.leave(self._params[index])
@@ -148,7 +148,7 @@ class PassingParts:
                 self._mover.try_bring(self._grads[with_gradients])
 
     def has_gradients(self, index: int) -> None:
-        """Have a part's gradients leave, which have been added to by what the current stream waits for."""
+        """Let a part's gradients leave; the current stream already waits for the work that added to them."""
         state = self._grads[index]
         state.version += 1
         with self._mover.held_up():
@@ -156,15 +156,15 @@ class PassingParts:
         self._leaving.append(state)
 
     def keep(self, index: int, reserve_bytes: int) -> bool:
-        """In the place of `has_gradients`: have all of a part that its update needs stay, or begin to come.
+        """Keep all that a part's update needs on the device, or start bringing it; replaces `has_gradients`.
 
         Args:
             index: The part.
-            reserve_bytes: What must be free in addition.
+            reserve_bytes: Memory that must be free in addition.
 
         Returns:
-            False with nothing changed where it has no room after the parts that are updated before it, where copies do
-            not overlap, and before the first update.
+            False, with nothing changed, if there is no room after the parts that are updated earlier, if copies do not
+            overlap, or before the first update.
         """
         states, params, grads = self._parts[index]
         # Gradients have the parameters' size, and no host copy where they have always stayed.
@@ -179,13 +179,13 @@ class PassingParts:
                     self._mover.leave(state)
                 return False
         grads.version += 1
-        grads.mirror.cover(self._mover.records(grads))  # its size is read as that of the group
+        grads.mirror.cover(self._mover.records(grads))  # sets the mirror's size, which `held_bytes` reads
         self._work.add(sizes_bytes[index])
         self._kept[index] = sizes_bytes[index]
         return True
 
     def drop_gradients(self) -> None:
-        """Forget all gradients."""
+        """Drop all gradients."""
         self._leaving = []
         for state in self._grads:
             if state.location is not Placement.FREED:
@@ -195,9 +195,9 @@ class PassingParts:
 
     @contextmanager
     def on_device(self, index: int) -> Generator[None]:
-        """Have a part's parameters on the device inside the body, to be read outside of passes; an entry of the ledger.
+        """Have a part's parameters on the device for the body, to be read outside of passes; adds a ledger entry.
 
-        Where they are already they stay.
+        Parameters that are there already stay there.
         """
         was_there = self._params[index].location is Placement.DEVICE
         mover = self._mover = self._new_mover()
@@ -211,7 +211,7 @@ class PassingParts:
 
     @contextmanager
     def filled(self, index: int) -> Generator[None]:
-        """Have a part that has had no contents yet on the device inside the body, which writes them.
+        """Have a part without contents on the device for the body, which writes them.
 
         Raises:
             DeviceOutOfMemoryError: There is no room for it.
@@ -227,14 +227,14 @@ class PassingParts:
         state.settle()
 
     def keep_in(self, copy: FrozenCopy) -> None:
-        """Keep all parts in a frozen copy as passes read them now."""
+        """Keep all parts' present contents in a frozen copy, in the type that passes read."""
         for index, state in enumerate(self._params):
             with self.on_device(index):
                 copy.keep(self._device, state.group, self._mover.records(state))
 
     @contextmanager
     def showing(self, copy: FrozenCopy) -> Generator[None]:
-        """Have passes inside the body read a frozen copy in the place of the parameters, which nothing may write.
+        """Have passes in the body read a frozen copy instead of the parameters, which nothing may write.
 
         Raises:
             ResidencyError: A part is on the device.
@@ -262,7 +262,7 @@ class PassingParts:
         state.wait_arrival()
 
     def _let_go(self) -> None:
-        """Have what was kept for an update that has not come leave."""
+        """Let parts leave that were kept for an update that has not come."""
         with self._mover.held_up():
             for index, num_bytes in self._kept.items():
                 if self._params[index].location is Placement.DEVICE:  # no update came since

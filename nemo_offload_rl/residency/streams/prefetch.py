@@ -1,4 +1,4 @@
-"""Groups that come to the device before their phase, if the work of the present one leaves room."""
+"""Brings groups to the device ahead of their phase, if the work of the present one leaves room."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from nemo_offload_rl.residency.table.plan import OPTIMIZER, OPTIMIZER_PART, Phas
 class Prefetcher:
     """Starts copies to the device before the phase that needs them, while the present phase works.
 
-    What a phase's work needs is known once the phase has been passed through; until then nothing is prefetched.
+    The need of a phase's work is known once the phase has passed; until then nothing is prefetched.
 
     Args:
         plan: Where each group must be in each phase.
         groups: The groups.
-        parts: Those of a streamed optimizer, in the order of their updates; each with what else comes for its update.
-        parts_come_ahead: They may come before the step. Where passes bring parameters these decide which do: copies go
-            in the order in which they are started, and passes would wait for states.
-        work: What the phases' work needs.
+        parts: Parts of a streamed optimizer, in the order of their updates, each with the other groups of its update.
+        parts_come_ahead: Parts may come before the step. False where passes bring parameters and decide which parts
+            come: copies run in the order in which they are started, and passes would wait for states.
+        work: Memory needs of the phases' work.
 
     Attributes:
         is_paused: Nothing is prefetched until the next phase.
         has_brought: Something was prefetched in this phase.
-        parts_limit_bytes: What parts may hold of the device from here to the end of the step.
+        parts_limit_bytes: Bytes that parts may hold on the device from here to the end of the step.
     """
 
     def __init__(
@@ -49,16 +49,15 @@ class Prefetcher:
         self.parts_limit_bytes = 0
 
     def begin(self, phase: Phase) -> None:
-        """Begin a phase: nothing has been prefetched in it."""
+        """Begin a phase, in which nothing has been prefetched yet."""
         self.is_paused = self.has_brought = False
         if phase is not Phase.OPTIM_STEP:
             self.parts_limit_bytes = 0
 
     def evict(self, now: Phase, snapshots: Snapshots, report: TransitionReport) -> int:
-        """Offload what was prefetched, and the optimizer; prefetch nothing until the next phase. Returns the bytes.
+        """Offload prefetched state and the optimizer, prefetch nothing until the next phase, and return the bytes.
 
-        A group leaves only where the plan has host memory for it, and if it is the optimizer's or `now` has no need of
-        it.
+        A group leaves only if the plan has host memory for it, and if it is the optimizer's or `now` does not need it.
         """
         self.is_paused, self.has_brought = True, False
         self.parts_limit_bytes = 0
@@ -88,7 +87,7 @@ class Prefetcher:
         report: TransitionReport,
         snapshots: Mapping[str, Snapshot] | None = None,
     ) -> None:
-        """Start to bring, during `now`, snapshots to their groups, and then those of the groups that `target` needs."""
+        """Start bringing, during `now`, snapshots to their groups and then the groups that `target` needs."""
         if self.is_paused or not self._work.is_known(now):
             return
         mover = Mover(self._groups.device, report, lambda state: records[state.group.name])
@@ -109,7 +108,7 @@ class Prefetcher:
     def limit_parts(self, now: Phase) -> int:
         """Bytes that parts may hold from here to the end of the step: what the work of `now` and the step leaves.
 
-        0 before both have been seen. Within a pass it does not become less.
+        0 before both phases have passed once. Does not decrease within a pass.
         """
         if self.is_paused or not self._work.is_known(now, Phase.OPTIM_STEP):
             return self.parts_limit_bytes
@@ -117,9 +116,9 @@ class Prefetcher:
         limit_bytes = held_bytes + self._work.room_bytes(now, Phase.OPTIM_STEP)
         sizes_bytes = [sum(state.mirror.num_bytes for state in part) for part in self._parts]
         if sum(sizes_bytes) > limit_bytes:
-            # Memory that parts hand over may be in pieces; then the driver has room for one that needs it whole.
+            # Memory that parts hand over may be in pieces; this leaves the driver room for a part that needs it whole.
             limit_bytes -= max(sizes_bytes)
-        # Once a pass has begun, what it has allocated is no longer free and still counts as needed.
+        # During a pass, its allocations are no longer free and still count as needed.
         self.parts_limit_bytes = max(self.parts_limit_bytes, limit_bytes)
         return self.parts_limit_bytes
 

@@ -1,11 +1,11 @@
-"""Bundles of groups that are on the device in turn, each around its own use only.
+"""Streams bundles of groups through the device, each around its own use only.
 
-While one bundle is used the next ones come and those before go. Two may always be there, the present one and the next;
-more come as far as a limit allows. What leaves keeps its memory until its copies have finished, or until what comes
-needs it: then it is handed over, and the copies in wait on the device for the copies out. The host waits for neither,
-so both directions of the link stay busy.
+While one bundle is used, the next ones come and those before it leave. The present one and the next may always be
+there; more come as far as a limit allows. A leaving bundle keeps its memory until its copies have finished or arriving
+groups need it. In that case the memory is handed over: the copies in wait on the device for the copies out. The host
+waits for neither, so both directions of the link stay busy.
 
-The idea of staging an optimizer's states in chunks around the step is that of Megatron-LM's
+The idea of staging an optimizer's states in chunks around the step comes from Megatron-LM's
 ChunkedOptimizerStateOffloader (megatron/core/optimizer/cpu_offloading).
 """
 
@@ -31,18 +31,18 @@ from nemo_offload_rl.residency.table.plan import Phase, Placement
 type Bundle = Sequence[GroupState]
 """Groups that are on the device together."""
 
-# Bundles that are started at a time in an update. Starting the copies of one takes the host a millisecond or two.
-# Starting all that fit would hold up the first update, and with it the first copy out.
+# Bundles started at a time in an update. Starting the copies of one takes the host a millisecond or two. Starting all
+# that fit would hold up the first update, and with it the first copy out.
 STARTED_AT_ONCE = 2
 
 
 class Mover:
-    """Moves single groups outside of transactions; a move that fails leaves its group as it was.
+    """Moves single groups outside of transactions. A failed move leaves its group as it was.
 
     Args:
-        device: Where the groups come to.
-        report: What is charged.
-        records: A group's present storages. By default all of its own on the device.
+        device: Device of the groups.
+        report: Report to charge.
+        records: Returns a group's present storages; by default all of its own on the device.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class Mover:
         self.records = records or partial(records_of, device=device)
 
     def held_up(self) -> AbstractContextManager[None]:
-        """`Device.held_up` of what is charged."""
+        """Charge this mover's report; see `Device.held_up`."""
         return self._device.held_up(self.report)
 
     def bring(self, state: GroupState, source: FrozenCopy | None = None) -> None:
-        """Start to bring a group, unless it is there.
+        """Start bringing a group, unless it is on the device.
 
         Raises:
             DeviceOutOfMemoryError: There is no room.
@@ -75,7 +75,7 @@ class Mover:
             raise
 
     def try_bring(self, state: GroupState, source: FrozenCopy | None = None) -> bool:
-        """`bring`, or False where there is no room after all: free memory may be in pieces."""
+        """Start bringing a group; return False if there is no room: free memory may be in pieces."""
         try:
             self.bring(state, source)
         except DeviceOutOfMemoryError:
@@ -93,10 +93,11 @@ class Stream:
     """Brings bundles to the device in turn, some of them ahead of their use, and sends them back.
 
     Args:
-        bundles: In the order of use. What is on the device already stays there until its turn is over.
+        bundles: Bundles in the order of use. Those on the device already stay there until they have been used.
         mover: Moves them.
-        limit_bytes: Bytes of these groups, leaving ones included, beyond which nothing comes ahead but the next bundle.
-        overlap: The next bundles come, and those before go, while the present one is used.
+        limit_bytes: Limit on the bytes of these groups, leaving ones included. Beyond it only the next bundle comes
+            ahead.
+        overlap: Other bundles come and leave while the present one is used.
     """
 
     def __init__(self, bundles: Sequence[Bundle], mover: Mover, limit_bytes: int, *, overlap: bool = True) -> None:
@@ -107,7 +108,7 @@ class Stream:
         self._counted_bytes = self._most_held_bytes = self._held_bytes
 
     def through(self) -> Iterator[Bundle]:
-        """Yield each bundle while it is on the device. It goes back once the next is asked for.
+        """Yield each bundle while it is on the device. It leaves once the next is asked for.
 
         Raises:
             DeviceOutOfMemoryError: There is no room for a bundle, even with all others away.
@@ -126,20 +127,20 @@ class Stream:
                     self._settle()
 
     def begin(self) -> None:
-        """Start to bring the first bundles, for a `through` that may yet not be run."""
+        """Start bringing the first bundles ahead of `through`, which may yet not be run."""
         with self._mover.held_up():
             self.fill(0, at_least=STARTED_AT_ONCE, most_new=STARTED_AT_ONCE)
 
     def fill(self, first: int = 0, at_least: int = 0, most_new: int | None = None) -> int:
-        """Start to bring bundles from `first` on, as many as fit.
+        """Start bringing bundles from `first` on, as many as fit.
 
         Args:
-            first: The first that is wanted.
-            at_least: So many are tried even beyond the limit.
-            most_new: Start no more than these now; None for no limit.
+            first: Index of the first bundle.
+            at_least: Number of bundles to try even beyond the limit.
+            most_new: Most bundles to start now; None for no limit.
 
         Returns:
-            How many of them are on the device or on their way.
+            Number of these bundles that are on the device or on their way.
         """
         wanted = self._within_limit(first, at_least)
         kept = list(chain(*wanted))
@@ -156,7 +157,7 @@ class Stream:
         return len(wanted)
 
     def grown_bytes(self) -> int:
-        """By how much the most memory that the groups held at a time has grown since the last call."""
+        """Growth of the most memory that the groups held at a time, since the last call."""
         grown_bytes = self._most_held_bytes - self._counted_bytes
         self._counted_bytes = self._most_held_bytes
         return grown_bytes
@@ -166,14 +167,14 @@ class Stream:
         return sum(state.held_bytes for state in chain(*self._bundles))
 
     def _bring(self, index: int) -> None:
-        """Have a bundle on the device for what runs there next."""
+        """Bring a bundle to the device for later work there."""
         bundle = self._bundles[index]
         if not any(state.mirror.num_bytes for state in bundle):
-            # What is made in its first update needs the room of those before.
+            # States that are made in their first update need the memory of earlier bundles.
             self._make_room(self._limit_bytes, index, bundle)
         for state in bundle:
             if not self._try_bring(state, index, bundle):
-                # Everything else leaves, and nothing comes ahead of the next bundle from now on.
+                # Everything else leaves, and from now on only the next bundle comes ahead.
                 self._limit_bytes = 0
                 for other in chain(*self._bundles):
                     if other not in bundle:
@@ -190,7 +191,7 @@ class Stream:
                 state.settle()
 
     def _within_limit(self, first: int, at_least: int) -> Sequence[Bundle]:
-        """The bundles from `first` on that fit while those before it, which may be in use, are there."""
+        """Bundles from `first` on that fit together with earlier ones on the device, which may be in use."""
         in_use = (state for state in chain(*self._bundles[:first]) if state.location is Placement.DEVICE)
         free_bytes = self._limit_bytes - sum(state.held_bytes for state in in_use)
         for num_ahead, bundle in enumerate(self._bundles[first:]):
@@ -212,9 +213,9 @@ class Stream:
         self._most_held_bytes = max(self._most_held_bytes, self._held_bytes)
 
     def _make_room(self, num_bytes: int, first: int, kept: Bundle) -> None:
-        """Have those that leave hand over their memory, as far as the limit demands it: first what left first."""
+        """Have leaving groups hand over memory until the limit is met, in the order in which they left."""
         held_bytes = self._held_bytes
-        # Bundles from `first` on that are leaving were used in the step before.
+        # Leaving bundles from `first` on left first: they were used in the step before.
         for state in chain(*self._bundles[first:], *self._bundles[:first]):
             if held_bytes + num_bytes <= self._limit_bytes:
                 return
@@ -227,12 +228,12 @@ class Streams:
     """The streams of a worker: an optimizer's parts in updates, and the layers of a teacher.
 
     Args:
-        groups: All groups; their `failure` is set where the state was written in part.
-        updated: What is on the device for the update of each part: its optimizer states first.
+        groups: All groups; their `failure` is set if the state was written only in part.
+        updated: Groups on the device for the update of each part, its optimizer states first.
         teacher_layers: The layers of a teacher.
         overlap: Let copies run while the caller works.
         ledger: Gets the report of each stream.
-        work: Told by how much the memory of updated groups grew.
+        work: Learns by how much the memory of updated groups grew.
     """
 
     def __init__(
@@ -253,15 +254,16 @@ class Streams:
         self._num_written = 0
 
     def optimizer(self, phase: Phase | None, limit_bytes: int, release_cache: bool) -> Iterator[str]:
-        """See `ResidencyManager.streamed`.
+        """Stream the optimizer's parts; see `ResidencyManager.streamed`.
 
         Args:
-            phase: The present one. In OPTIM_STEP the first parts start to come now; the caller may yet ask for none.
-            limit_bytes: As of `Stream`.
+            phase: Present phase. In OPTIM_STEP the first parts start coming now, though the caller may yet ask for
+                none.
+            limit_bytes: Limit of the `Stream`.
             release_cache: Release cached memory to the driver first, if that has to wait for no copy.
         """
         opened = partial(self._open, self._updated, phase, Phase.OPTIM_STEP, limit_bytes, release_cache)
-        # Parameters come when they are asked for: passes would find those that a skipped update has left there.
+        # Parameters come only when asked for: a skipped update would leave them there for passes to find.
         if not (self._overlap and phase is Phase.OPTIM_STEP and self._updated and self._writes_states_only):
             return self._updates(opened)
         stream = opened()
@@ -275,8 +277,8 @@ class Streams:
         stream = opened()
         try:
             for bundle in stream.through():
-                # Now, not only as the step begins: a part that came ahead and had to leave again has a host copy by
-                # then, which would count as that of the update.
+                # Counted here too, not only as the step begins: a part that came ahead and had to leave again has a
+                # host copy that would count as up to date after the update.
                 for state in bundle:
                     state.version += 1
                 self._num_written += 1
@@ -286,28 +288,28 @@ class Streams:
 
     @property
     def _writes_states_only(self) -> bool:
-        """Whether parameters stay on the device while their states stream."""
+        """Tell whether parameters stay on the device while their states stream."""
         return all(len(bundle) == 1 for bundle in self._updated)
 
     @property
     def has_updated(self) -> bool:
-        """Whether the last update of the state came to its first part; one that is skipped asks for none."""
+        """Tell whether the last update of the state came to its first part; a skipped one asks for none."""
         return self._num_written > 0
 
     def teacher(self, phase: Phase | None) -> Iterator[str]:
-        """See `ResidencyManager.streamed_layers`."""
+        """Stream the teacher's layers; see `ResidencyManager.streamed_layers`."""
         if self._teacher_layers:
             for (layer,) in self._open(self._teacher_layers, phase, Phase.TEACHER_INFERENCE).through():
                 yield layer.group.name
 
     @contextmanager
     def writing(self, *, loads: bool) -> Generator[None]:
-        """See `ResidencyManager.writing_state`."""
+        """Guard writes of the state; see `ResidencyManager.writing_state`."""
         self._num_written = 0
         try:
             yield
         except BaseException as error:
-            # An update that streams nothing writes everything in one go. Whether it came to that is not known.
+            # An update that streams nothing writes everything at once; whether it had begun is not known.
             is_partial = self._num_written > 0 or not self._updated
             if is_partial and not (loads and self._writes_states_only):
                 part = f" in part {self._num_written} of {len(self._updated)}" if self._updated else ""
@@ -327,7 +329,7 @@ class Streams:
         if release_cache and not any(state.is_moving for state in self._groups.states.values()):
             self._groups.release_cache_for(report)
         streamed = {state.group.name for bundle in bundles for state in bundle}
-        # With what keeps a key from another storage while this runs: gradients end in between, states begin.
+        # Weak references reserve the keys while this runs: gradients end in between, states begin.
         others = {
             key: record.weak_ref
             for name, found in self._groups.records().items()
@@ -341,6 +343,6 @@ class Streams:
 
 @torch.no_grad()
 def records_of(state: GroupState, device: Device, others: Collection[int] = ()) -> dict[int, StorageRecord]:
-    """A group's present storages on a device, by key, without `others`."""
+    """Present storages of a group on a device, by key, without `others`."""
     found = unique_storages(state.group.tensors())
     return {key: record for key, record in found.items() if key not in others and device.owns(record.storage)}

@@ -1,8 +1,8 @@
 """Device memory that the work of each phase needs in addition to state, learned as phases pass.
 
-A need is the largest difference between what was allocated and what state groups held at that time, or what the
-allocator holds for passes at the end of the phase, where this is more: memory in pieces that fit nothing else. State
-that took it would have the allocator give all of its cache back, and ask the CUDA driver again, in every micro-batch.
+A need is the larger of two numbers: the largest difference between allocated bytes and those that state groups held at
+that time, and what the allocator holds for passes at the end of the phase, in pieces that fit nothing else. If state
+took the latter, the allocator would give all of its cache back and ask the CUDA driver again in every micro-batch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MARGIN = 1.1  # later batches may be somewhat larger than those seen
 
 
 class PassKind(StrEnum):
-    """Kinds of passes, each with its own need: a pass without backward tells nothing about one with backward."""
+    """Kind of a pass. Each has its own need: a pass without backward tells nothing about one with backward."""
 
     TRAINING = "training"
     EVALUATION = "evaluation"
@@ -41,25 +41,25 @@ class _Need:
         self.num_bytes, self.size = max(self.num_bytes, num_bytes), max(self.size, size)
 
     def expected_bytes(self, size: int) -> int:
-        """Need of a pass of this size: as much as was seen, and in proportion for a larger one."""
+        """Need of a pass of this size: the most seen, in proportion for a larger pass."""
         return int(self.num_bytes * max(1.0, size / self.size if self.size else 1.0))
 
 
 class WorkMemory:
     """Learns how much device memory the work of each phase needs in addition to the state groups.
 
-    It answers `is_known`, `room_bytes`, `is_too_tight` and `needed_bytes`. Its other methods tell it what happens.
+    `is_known`, `room_bytes`, `is_too_tight` and `needed_bytes` answer. The other methods record what happens.
 
     Args:
-        device: Whose peaks are read. Where it has none, the work counts as needing nothing.
+        device: Device whose peaks are read. If it has none, the work counts as needing nothing.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._phase: Phase | None = None
         self._held_bytes = 0  # of state groups, now
-        self._leaving: dict[GroupState, int] = {}  # since before the phase, and what they still hold of `_held_bytes`
-        self._other_bytes = 0  # allocated when the phase began, state groups left out
+        self._leaving: dict[GroupState, int] = {}  # leaving since before the phase; bytes still in `_held_bytes`
+        self._other_bytes = 0  # allocated when the phase began, without state groups
         self._peak_bytes = 0  # of the phase, before the last `restart_peak`
         self._kind: PassKind | None = None  # of the present pass; None before the first one of a phase
         self._size = 0  # of the present pass
@@ -69,18 +69,18 @@ class WorkMemory:
     # -- answers
 
     def is_known(self, *phases: Phase) -> bool:
-        """Whether each of these has been seen once, and in the present phase the present kind of pass."""
+        """Tell whether each phase has been seen once, and in the present phase the present kind of pass."""
         return all(phase in self._seen and (phase is not self._phase or self._is_known_kind) for phase in phases)
 
     def room_bytes(self, *phases: Phase) -> int:
-        """Memory that is free after the work of these phases, which are known; negative where one needs more."""
+        """Memory that the work of these known phases leaves free; negative if one needs more."""
         return self._device.room_bytes(int(MARGIN * max(map(self._expected_bytes, phases)))) - RESERVE_BYTES
 
     def is_too_tight(self, *, has_prefetched: bool) -> bool:
-        """Whether the present pass may need more than is free.
+        """Tell whether the present pass may need more than is free.
 
-        A pass that is no larger than others of its kind does not. Of a kind that has not been seen, any pass may, where
-        state was prefetched in this phase.
+        A pass no larger than others of its kind does not. Any pass of an unseen kind may, if state was prefetched in
+        this phase.
         """
         if self._phase is None or not self._is_known_kind:
             return has_prefetched
@@ -88,16 +88,16 @@ class WorkMemory:
         return self._size > need.size and self._device.free_bytes() < need.expected_bytes(self._size)
 
     def needed_bytes(self, phase: Phase) -> int:
-        """The most that the work of a phase has taken in addition to state; 0 before the phase has been seen once."""
+        """Most memory that a phase's work has taken in addition to state; 0 before the phase has been seen once."""
         return max((need.num_bytes for need in self._seen.get(phase, {}).values()), default=0)
 
     # -- what happens
 
     def begin(self, phase: Phase, held_bytes: int, states: Iterable[GroupState] = ()) -> None:
-        """Begin a phase with `held_bytes` of these groups on the device, some of which may still be leaving."""
+        """Begin a phase with `held_bytes` of these groups on the device; some groups may still be leaving."""
         self._phase, self._kind, self._size, self._present = phase, None, 0, {}
         self._held_bytes = held_bytes
-        # An engine's phase takes most at its start, and has no time to look at each release.
+        # An engine's phase takes most at its start, and there is no time to look at each release.
         followed = () if PHASES[phase].is_for_engine else states
         self._leaving = {state: state.leaving_bytes for state in followed if state.leaving_bytes}
         self._peak_bytes = 0
@@ -114,11 +114,11 @@ class WorkMemory:
         """End the phase; remember the most that its work took, and return the peak of everything in it.
 
         Args:
-            is_whole: Its work was done. If not, it says nothing of what the work takes.
+            is_whole: The work was done. If not, its need is not remembered.
         """
         self.restart_peak()
         if self._phase is not None and is_whole:
-            if not PHASES[self._phase].is_for_engine:  # which has no passes
+            if not PHASES[self._phase].is_for_engine:  # an engine's phase has no passes
                 self._include(self._device.cached_for_work_bytes())
             seen = self._seen.setdefault(self._phase, {})
             for kind, need in self._present.items():
@@ -127,9 +127,9 @@ class WorkMemory:
 
     @contextmanager
     def moving(self) -> Generator[None]:
-        """Have state groups come or leave in the body, in which nothing else takes or releases memory.
+        """Let state groups come or leave in the body, in which nothing else takes or releases memory.
 
-        Work before the body is compared with what was held then, and work after it with what is held now.
+        Work before the body is compared with the bytes held then, work after it with those held now.
         """
         self.restart_peak()
         before_bytes = self._device.allocated_bytes()
@@ -144,8 +144,8 @@ class WorkMemory:
     def releasing(self, *, waits: bool = False) -> Generator[None]:
         """Let groups that were leaving when the phase began release memory in the body; see `moving`.
 
-        Other groups may too: parts that pass through the device within a pass are its work. `waits`: the body waits for
-        copies that have not finished.
+        Other groups may too: parts that pass through the device within a pass count as its work. If `waits`, the body
+        waits for unfinished copies.
         """
         if not (self._leaving if waits else any(state.can_release for state in self._leaving)):
             yield
@@ -162,11 +162,11 @@ class WorkMemory:
         self._held_bytes += num_bytes
 
     def restart_peak(self) -> int:
-        """Most bytes that were allocated since the last call, or since the phase began; 0 where that is not known."""
+        """Return the most bytes allocated since the last call or the start of the phase; 0 if unknown."""
         peak_bytes = self._drain_peak()
-        self._subtract_what_left()  # elsewhere than in `releasing`: counts as gone from the start
+        self._subtract_what_left()  # what left outside of `releasing` counts as gone from the start
         if self._phase is not None:
-            # The engine counts what is free in addition to all that is there.
+            # An engine counts free memory in addition to everything that is there.
             other_bytes = self._other_bytes if PHASES[self._phase].is_for_engine else 0
             self._include(peak_bytes - self._held_bytes - other_bytes)
         return peak_bytes
@@ -184,7 +184,7 @@ class WorkMemory:
 
     def _subtract_what_left(self) -> None:
         for state, before_bytes in list(self._leaving.items()):
-            # One that stays after all is held; one that has left and come back within a pass is that pass's work.
+            # A group that stays after all is held. One that has left and come back within a pass is that pass's work.
             is_back = state.location is Placement.DEVICE
             left_bytes = 0 if is_back else min(before_bytes, state.leaving_bytes)
             self._held_bytes -= 0 if is_back else before_bytes - left_bytes
@@ -196,6 +196,6 @@ class WorkMemory:
         self._present.setdefault(self._kind, _Need()).include(num_bytes, self._size)
 
     def _expected_bytes(self, phase: Phase) -> int:
-        """Need of the present pass; of passes that are still to come, as much as was seen."""
+        """Need of the present pass; for passes still to come, the most seen."""
         size_of = {self._kind: self._size} if phase is self._phase else {}
         return max(need.expected_bytes(size_of.get(kind, 0)) for kind, need in self._seen[phase].items())
