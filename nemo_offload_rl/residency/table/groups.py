@@ -21,13 +21,13 @@ class StateGroup(ABC):
     """Tensors that are placed together.
 
     Attributes:
-        name: The row of the residency plan.
-        layers: Modules in the order of a forward pass; none for a group that is needed as a whole. Each parameter of
-            theirs is first read in the forward of the first layer that has it, or in `layer_arrived` just before that,
-            on the stream that is current there, so it may arrive behind what runs before. The group's other tensors
-            are there before any forward pass.
-        read_dtype: Type to which passes cast the group's parameters before they read them, so that a snapshot of wider
-            ones keeps no more than that; None where they are read as they are.
+        name: Row of the residency plan.
+        layers: Modules in the order of a forward pass; none for a group that is needed as a whole. Each of their
+            parameters is first read in the forward of its first layer, or in `layer_arrived` just before, on the stream
+            that is current there. It may still be arriving until then. The group's other tensors are there before any
+            forward pass.
+        read_dtype: Type to which passes cast the parameters before they read them; a snapshot of wider ones is kept in
+            it. None if they are read as they are.
     """
 
     def __init__(self, name: str, layers: Sequence[nn.Module] = (), read_dtype: torch.dtype | None = None) -> None:
@@ -37,16 +37,16 @@ class StateGroup(ABC):
 
     @abstractmethod
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the group by name. Called at transitions, and after each pass and update, which make some."""
+        """List every tensor of the group by name. Called at transitions, and after passes and updates."""
 
     def prepare(self) -> None:
-        """Called before the group leaves the device, for a backend that must first drop temporary copies."""
+        """Drop temporary copies, if any, before the group leaves the device."""
         return None
 
     def layer_arrived(self, layer: nn.Module) -> None:
-        """Called before a layer's forward, after the current stream was made to wait for the layer's parameters.
+        """React to the arrival of a layer's parameters, before its forward; the current stream already waits for them.
 
-        Not called where they were there already.
+        Not called if they were there already.
         """
         return None
 
@@ -55,7 +55,7 @@ class StateGroup(ABC):
         raise NotImplementedError(f"group {self.name!r} cannot be freed: its contents could not be made anew")
 
     def materialize(self) -> None:
-        """Called when a freed group must be on the device again; the contents start from nothing."""
+        """Bring a freed group back to the device; its contents start from nothing."""
         return None
 
 
@@ -108,10 +108,10 @@ class GradsGroup(StateGroup):
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, names: Callable[[], Iterable[tuple[str, Tensor]]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """State tensors that a torch optimizer has for the named parameters, as `<parameter>/<state>`.
+    """Yield a torch optimizer's state tensors for the named parameters, as `<parameter>/<state>`.
 
-    Scalars (Adam's `step`) are left out: on the host they cost nothing, and on the device every one of them would
-    cost a synchronisation a step.
+    Scalars (Adam's `step`) are left out. On the host they cost nothing; on the device each would cost a synchronisation
+    a step.
     """
     for name, parameter in names():
         # Not `state[parameter]`: that would make an entry, and the optimizer would take it for one it has filled.
@@ -127,7 +127,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """Identity of a storage. Its data pointer will not do: that is 0 for every released storage."""
+    """Identity of a storage. The data pointer does not serve: it is 0 for every released storage."""
     return storage._cdata
 
 
@@ -158,7 +158,7 @@ class StorageRecord:
 
 
 def unique_storages(named_tensors: Iterable[tuple[str, Tensor]]) -> dict[int, StorageRecord]:
-    """Storages in first-seen order, keyed by identity, each once however many tensors share it."""
+    """List storages in first-seen order by identity, each once however many tensors share it."""
     records: dict[int, StorageRecord] = {}
     for name, tensor in named_tensors:
         storage = local_tensor(tensor).untyped_storage()

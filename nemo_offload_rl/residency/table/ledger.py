@@ -23,19 +23,19 @@ class GroupMove:
 
 @dataclass
 class TransitionReport:
-    """One `enter`. Seconds of asynchronous copies are filled in when the copies are waited for.
+    """Report of one transition. Seconds of asynchronous copies are filled in when the copies are waited for.
 
     Attributes:
-        source: The phase before, None for the first transition.
-        target: The phase entered.
-        groups: What each group moved; groups that did not move are absent.
-        exposed_s: Seconds that were lost to this transition: the host's while groups moved, else those in which the
-            device had nothing to run, since it waited for copies or the host was held up (`Device.held_up`).
-        give_back_s: Those of them in which memory was released to the driver, or communicators got theirs back.
+        source: Phase before; None for the first transition.
+        target: Phase entered.
+        groups: Bytes by group; groups that did not move are absent.
+        exposed_s: Seconds lost to this transition: the host's while groups moved, otherwise those in which the device
+            was idle because it waited for copies or the host was held up (`Device.held_up`).
+        give_back_s: Exposed seconds in which memory was released to the driver or communicators got theirs back.
         transfer_s: Seconds that its copies took on the link, waited for or not.
-        peak_bytes: Most device memory that this process held in the phase before; 0 where that is not known.
+        peak_bytes: Most device memory that this process held in the phase before; 0 if unknown.
         without_room: Groups that did not fit with the work of the phase, so that they are waited for later.
-        leftovers: What this process has on the device that the plan does not account for, largest first.
+        leftovers: Device memory of this process that the plan does not account for, largest first.
     """
 
     source: Phase | None
@@ -50,7 +50,7 @@ class TransitionReport:
 
     @contextmanager
     def held_up(self) -> Generator[None]:
-        """The caller waits for the body: its seconds are exposed ones, once, whatever it charges itself."""
+        """Count the body's seconds as exposed once, whatever the body charges itself."""
         start, before_s = time.perf_counter(), self.exposed_s
         try:
             yield
@@ -58,7 +58,7 @@ class TransitionReport:
             self.exposed_s = before_s + time.perf_counter() - start
 
     def seconds_since(self, before: TransitionReport) -> TransitionReport:
-        """A report of the seconds alone that this one has got since it was as `before`."""
+        """Report of only the seconds that were added since this one was as `before`."""
         return TransitionReport(
             self.source,
             self.target,
@@ -68,7 +68,7 @@ class TransitionReport:
         )
 
     def group(self, name: str) -> GroupMove:
-        """The entry of `name`, made at first use."""
+        """Entry of `name`, made at first use."""
         return self.groups.setdefault(name, GroupMove())
 
     @property
@@ -93,12 +93,12 @@ class TransitionReport:
 
     @property
     def hidden_s(self) -> float:
-        """Seconds of copying behind which the caller did something else."""
+        """Seconds of copying during which the caller did something else."""
         return max(0.0, self.transfer_s - (self.exposed_s - self.give_back_s))
 
     @property
     def link_gb_per_s(self) -> float:
-        """Bytes moved over the seconds that the copies took, in units of 1e9 bytes; 0 when nothing was copied."""
+        """Bytes moved over the seconds that the copies took, in units of 1e9 bytes; 0 if nothing was copied."""
         return self.bytes_moved / self.transfer_s / 1e9 if self.transfer_s > 0 else 0.0
 
     def line(self) -> str:
@@ -115,7 +115,7 @@ class TransitionReport:
 
 
 def totals(reports: list[TransitionReport]) -> dict[str, float]:
-    """Sums over transitions, under the names that the metrics use; seconds by the phase that was entered too."""
+    """Sum transitions, under the names that the metrics use; seconds also by the phase that was entered."""
     by_phase: dict[str, float] = {}
     for phase in Phase:
         entered = [report for report in reports if report.target is phase]
@@ -141,7 +141,7 @@ class Ledger:
     def __init__(self, num_recent: int = 8) -> None:
         self._reports: list[TransitionReport] = []
         self._recent: list[TransitionReport] = []
-        self._returned: list[tuple[TransitionReport, TransitionReport]] = []  # and as they were then
+        self._returned: list[tuple[TransitionReport, TransitionReport]] = []  # each with a copy of how it was then
         self._num_recent = num_recent
 
     def add(self, report: TransitionReport) -> None:
@@ -157,8 +157,7 @@ class Ledger:
     def drain(self) -> list[TransitionReport]:
         """Return the reports gathered since the last call.
 
-        Seconds that have come to those before since they were returned, as of copies that ran on, are in reports of
-        their own.
+        Seconds added to reports since they were returned, by copies that ran on, are in separate reports.
         """
         late = [report.seconds_since(before) for report, before in self._returned]
         reports, self._reports = self._reports, []

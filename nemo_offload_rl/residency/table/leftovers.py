@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from nemo_offload_rl.residency.table.groups import StorageRecord, local_tensor, storage_key
 
 REPORTED_FROM_BYTES = 16 << 20
-# torch takes 20 MiB from the driver for what is smaller than 10: such blocks are seldom free as a whole.
+# torch takes 20 MiB from the driver for allocations below 10 MiB; such blocks are seldom free as a whole.
 KEPT_FROM_BYTES = 64 << 20
 
 
@@ -25,7 +25,7 @@ class Leftover:
 
     Attributes:
         owner: A state group and one of its tensors, or a kind of tensor that no group lists.
-        num_bytes: Together.
+        num_bytes: Bytes of all its tensors.
     """
 
     owner: str
@@ -41,14 +41,14 @@ def find_leftovers(
     device: torch.device,
     from_bytes: int = REPORTED_FROM_BYTES,
 ) -> list[Leftover]:
-    """Everything on `device` that is not in a group that may be there, largest first, from `from_bytes` on.
+    """Find what is on `device` but in no group that may be there, largest first, from `from_bytes` on.
 
-    Walks all Python objects, which takes tenths of a second: for when numbers do not add up.
+    Walks all Python objects, which takes tenths of a second; use it if numbers do not add up.
 
     Args:
         records: Storages by group.
         expected: Groups that may be on the device now.
-        device: Where to look.
+        device: Device to search.
         from_bytes: Smaller sums are left out.
     """
     sizes: dict[str, int] = defaultdict(int)
@@ -76,10 +76,10 @@ def find_leftovers(
 
 
 def find_kept_blocks(segments: Iterable[Mapping[str, Any]], from_bytes: int = KEPT_FROM_BYTES) -> list[Leftover]:
-    """Cached memory that cannot go back to the driver, because something small lives in the same block.
+    """Find cached memory that cannot go back to the driver, because something small lives in the same block.
 
     Args:
-        segments: Of one device, as `torch.cuda.memory_snapshot` lists them.
+        segments: Segments of one device, as `torch.cuda.memory_snapshot` lists them.
         from_bytes: Blocks with less free memory are left out.
     """
     found: list[Leftover] = []

@@ -1,6 +1,6 @@
-"""The residency plan: the phases, what each does with state, and which group must be where in which of them.
+"""The residency plan: the phases, their use of state, and the place of each group in each phase.
 
-No other place in the code decides that.
+No other code decides where state is.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from types import MappingProxyType
 
 PARAMS, GRADS, OPTIMIZER, REFERENCE = "params", "grads", "optimizer", "reference"
 BASE = "base"  # frozen parameters under adapters: nothing writes them, so they cross to the host once
-TEACHER = "teacher"  # a frozen model of its own: on the host except for its pass
-TEACHER_LAYER = "teacher/layer"  # the row of every group `teacher/layer.<index>`, where its layers are streamed
-TEACHER_HEAD = "teacher_head"  # the rows of its output layer that training reads
-OPTIMIZER_PART = "optimizer/part"  # the row of every group `optimizer/part.<index>`
-# Rows of the groups with the same indices, where parameters and gradients pass through the device too.
+TEACHER = "teacher"  # a separate frozen model: on the host except for its pass
+TEACHER_LAYER = "teacher/layer"  # row of the groups `teacher/layer.<index>`, if the teacher's layers are streamed
+TEACHER_HEAD = "teacher_head"  # rows of the teacher's output layer that training reads
+OPTIMIZER_PART = "optimizer/part"  # row of the groups `optimizer/part.<index>`
+# Rows of the groups with the same indices, if parameters and gradients pass through the device too.
 PARAMS_PART, GRADS_PART = "params/part", "grads/part"
 
 
 class Phase(StrEnum):
-    """Work that a worker does, one phase at a time; entering one moves state as the plan has it."""
+    """Phase of a worker's work; entering it moves state to its places in the plan."""
 
     TRAINING = "training"
     OPTIM_STEP = "optim_step"
@@ -32,7 +32,7 @@ class Phase(StrEnum):
 
 
 class Placement(StrEnum):
-    """Where a state group must be in a phase."""
+    """Place of a state group in a phase."""
 
     DEVICE = "device"
     HOST = "host"
@@ -42,18 +42,18 @@ class Placement(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseSpec:
-    """Use that a phase makes of the state groups, whatever the configuration.
+    """Use that a phase makes of the state groups, in every configuration.
 
     Attributes:
-        touches: Groups that it reads or writes from its first kernel on. A group that arrives earlier is waited for
-            only when such a phase is entered.
+        touches: Groups that it reads or writes from its first kernel on. Groups still arriving are waited for only when
+            such a phase is entered.
         begins_with_forward: It first reads parameters in forward passes, so those of later layers may still arrive.
-        settles: Its work takes the device's memory at once: entering it waits for all copies out.
+        settles: Its work takes the device's memory at once, so entering it waits for all copies out.
         is_for_engine: An inference engine that shares the device uses its memory in this phase.
-        reads_before: It only reads state that leaves the device at that later phase, so host copies are brought up to
-            date meanwhile.
-        prefetches_for: What that later phase needs may come as soon as this one has begun, where there is room.
-        prefetches_snapshots: So may snapshots that are to be swapped in.
+        reads_before: Later phase at which state leaves the device. Until then it is only read, so host copies are
+            updated meanwhile.
+        prefetches_for: Later phase whose groups may come as soon as this one has begun, if there is room.
+        prefetches_snapshots: Snapshots that are to be swapped in may be prefetched too.
     """
 
     touches: frozenset[str] = frozenset()
@@ -87,7 +87,7 @@ PHASES: Mapping[Phase, PhaseSpec] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class ResidencySettings:
-    """The configuration keys that shape the plan, with their YAML names.
+    """Configuration that shapes the plan, mostly under its YAML names.
 
     Attributes:
         colocated: Generation shares this worker's devices and waits for their memory
@@ -95,14 +95,14 @@ class ResidencySettings:
         use_pinned_optimizer_offload: The optimizer's host copy is page-locked, so that its copies are asynchronous.
         offload_optimizer_states_for_logprob: The optimizer leaves the device for logprob passes too.
         offload_optimizer_states: Parts of the optimizer are on the device around their own update only.
-        streams_parameters: So are those parts of the parameters and of the gradients that have an optimizer's part;
-            passes bring them one after the other.
+        streams_parameters: Parts of the parameters and gradients that have an optimizer's part stream too; passes bring
+            them one after the other.
         optimizer_cpu_offload: The optimizer lives and updates on the host; no phase moves it.
         resident_groups: Groups that stay on the device for refit and generation, since the engine leaves room.
         has_base: Adapters are trained; the model's own parameters are the group `base`.
         has_teacher: There is a teacher.
-        has_teacher_head: Training reads its output layer.
-        streams_teacher: Its layers are on the device for their own forward only.
+        has_teacher_head: Training reads the teacher's output layer.
+        streams_teacher: The teacher's layers are on the device for their own forward only.
     """
 
     colocated: bool
@@ -124,8 +124,8 @@ class ResidencyPlan:
 
     Attributes:
         table: group name -> phase -> placement.
-        pinned_groups: Groups whose host copy is page-locked where the device can use that.
-        shares_device: An inference engine takes this device's memory in the phases that are for it.
+        pinned_groups: Groups whose host copy is page-locked, if the device can use that.
+        shares_device: An inference engine uses this device's memory in its phases.
     """
 
     table: Mapping[str, Mapping[Phase, Placement]]
@@ -134,38 +134,38 @@ class ResidencyPlan:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """Those that a run with this plan has."""
+        """Phases of a run with this plan."""
         return tuple(phase for phase in Phase if TEACHER in self.table or phase is not Phase.TEACHER_INFERENCE)
 
     def placement(self, group: str, phase: Phase) -> Placement:
-        """Where `group` must be in `phase`."""
+        """Place of `group` in `phase`."""
         return self.table[row_of(group)][phase]
 
     def leaves_the_device(self, group: str) -> bool:
-        """Whether `group` is on the host in some phase, so that it needs host memory."""
+        """Tell whether `group` is on the host in some phase, so that it needs host memory."""
         return any(self.placement(group, phase) is Placement.HOST for phase in Phase)
 
     def host_bytes(self, sizes_bytes: Mapping[str, int]) -> dict[bool, int]:
-        """Sums of these groups' and snapshots' sizes: under True what is page-locked, under False the rest."""
+        """Sum these groups' and snapshots' sizes: page-locked ones under True, the rest under False."""
         totals = {True: 0, False: 0}
         for name, size in sizes_bytes.items():
             totals[row_of(name) in self.pinned_groups] += size
         return totals
 
     def device_bytes(self, sizes_bytes: Mapping[str, int], phase: Phase) -> int:
-        """Most bytes of these groups that are on the device in `phase`: a group that stays where it was counts."""
+        """Most bytes of these groups that are on the device in `phase`, counting groups that stay where they were."""
         on_device = (Placement.DEVICE, Placement.UNCHANGED)
         return sum(size for name, size in sizes_bytes.items() if self.placement(name, phase) in on_device)
 
     def releases_cache(self, phase: Phase) -> bool:
-        """Whether an engine uses the device's memory in this phase, so that cached memory is released to the driver.
+        """Tell whether an engine uses the device's memory in this phase, so that cached memory goes back to the driver.
 
-        In any other phase it stays: releasing it waits for the whole GPU, and the next pass would ask for it again.
+        In other phases it stays: releasing it waits for the whole GPU, and the next pass would allocate it again.
         """
         return self.shares_device and PHASES[phase].is_for_engine
 
     def render(self, sizes_bytes: Mapping[str, int] | None = None) -> str:
-        """The table as text, with each group's size in GiB where `sizes_bytes` has it."""
+        """Render the table as text, with each group's size in GiB if `sizes_bytes` has it."""
         sizes = {name: f" ({size / 2**30:.2f} GiB)" for name, size in (sizes_bytes or {}).items()}
         lines = [["group", *(phase.name for phase in self.phases)]]
         lines += [[name + sizes.get(name, ""), *(row[p].name for p in self.phases)] for name, row in self.table.items()]
@@ -176,7 +176,7 @@ class ResidencyPlan:
 
 
 def row_of(group: str) -> str:
-    """The row of the plan that a group follows."""
+    """Row of the plan that a group follows."""
     return group.partition(".")[0]
 
 
@@ -198,7 +198,7 @@ def resolve_plan(settings: ResidencySettings) -> ResidencyPlan:
         return host if settings.colocated and group not in settings.resident_groups else same
 
     drop = freed if settings.colocated else same
-    # The teacher's pass reads nothing of the policy: what is away stays so, and gradients are of no use any more.
+    # The teacher's pass reads nothing of the policy: what is away stays away, and gradients are not needed any more.
     optimizer_row = (
         device,
         device,
@@ -244,10 +244,10 @@ def resolve_plan(settings: ResidencySettings) -> ResidencyPlan:
 
 
 def choose_resident(sizes_bytes: Mapping[str, int], room_bytes: int) -> frozenset[str]:
-    """Groups that may stay on the device with the engine: the largest first, as far as the room goes.
+    """Choose groups that may stay on the device with the engine: the largest first, as far as the room goes.
 
     Args:
-        sizes_bytes: Candidates and their sizes.
+        sizes_bytes: Sizes of the candidates.
         room_bytes: Device memory that neither the engine nor the reserve claims.
     """
     chosen: set[str] = set()
