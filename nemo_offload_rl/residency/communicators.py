@@ -1,8 +1,7 @@
 """Suspends NCCL's communicators during generation, so that an engine can use their device memory.
 
 Their memory is outside of torch's allocator. `ncclCommSuspend` copies what must be kept to pinned host memory and
-releases device memory to the driver. `ncclCommResume` maps new memory at the same addresses. Both are collectives of a
-communicator's ranks.
+releases device memory to the driver. `ncclCommResume` maps new memory at the same addresses. Both are collectives.
 """
 
 # pyright: reportPrivateUsage=false

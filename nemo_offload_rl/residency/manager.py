@@ -111,8 +111,7 @@ class ResidencyManager:
     def enter(self, phase: Phase, *, waits_for_all: bool = True) -> TransitionReport:
         """Make `phase` the present phase. Entering the present phase again moves nothing.
 
-        If `waits_for_all` is False, GENERATION begins while up to `beside_engine_bytes` still leave; see
-        `finish_leaving`.
+        Without `waits_for_all`, up to `beside_engine_bytes` still leave as GENERATION begins; see `finish_leaving`.
 
         Raises:
             OpenStepError: Gradients that no optimizer step has used would be dropped.
@@ -261,8 +260,7 @@ class ResidencyManager:
     def writing_state(self, *, loads: bool = False) -> Generator[None]:
         """Guard writes to parameters and optimizer in the body.
 
-        If the body raises once writing has begun, the state is neither old nor new, and the manager refuses from then
-        on.
+        If the body raises after writing has begun, the state is neither old nor new, and the manager refuses to go on.
 
         Args:
             loads: The body reads a checkpoint. If that fails, another may be read, unless parameters are in parts.

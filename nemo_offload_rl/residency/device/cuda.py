@@ -78,7 +78,7 @@ class CudaDevice(Device):
     def _load_kernels(self) -> None:
         """Launch the copy kernel once: CUDA loads it then and waits for the whole GPU, copies under way included.
 
-        Seen on an H200: the first time Megatron's optimizer left, loading held up its caller for all copies, 0.13 s.
+        Seen on an H200: the first time Megatron's optimizer left, this held up its caller for all copies, 0.13 s.
         """
         staging = self._staging[self._out]
         torch._foreach_copy_([staging[:1], staging[1:2]], [staging[2:3], staging[3:4]])
@@ -100,8 +100,7 @@ class CudaDevice(Device):
     def _cache_one_block(self, sizes_bytes: Sequence[int]) -> None:
         """Put one block to be divided into the present stream's cache, unless a cached one is large enough.
 
-        A driver call for each part takes about 0.1 ms. Smaller blocks in this stream's cache stay until
-        `release_cache`.
+        A driver call for each part takes about 0.1 ms. Smaller blocks in its cache stay until `release_cache`.
         """
         num_bytes = sum(-(-size // BLOCK_BYTES) * BLOCK_BYTES for size in sizes_bytes)
         if num_bytes <= uncached_free_bytes(self.device) and not _splits_are_limited():

@@ -35,8 +35,7 @@ class Room:
 class Transfer(Protocol):
     """Copies under way in one direction.
 
-    Do not read the host side or release the device side before `num_finished` covers the copy or `wait_host` has
-    returned.
+    Do not read the host side or release the device side until `num_finished` covers the copy or `wait_host` returns.
     """
 
     @property

@@ -23,7 +23,7 @@ ALIGNMENT_BYTES = 512
 
 
 def aligned(num_bytes: int) -> int:
-    """`num_bytes` rounded up to the arena's alignment."""
+    """Round `num_bytes` up to the arena's alignment."""
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 

@@ -84,7 +84,7 @@ def resident_bytes() -> int:
 
 
 def read_host_limits(proc: Path = PROC) -> tuple[HostLimit, ...]:
-    """Read all limits of this process's memory: the machine's, those of its cgroups, its resource limits.
+    """Read all limits of this process's memory: from the machine, its cgroups and its resource limits.
 
     Page cache that a cgroup would drop first does not count as used. A virtual machine that grows its memory on first
     use can provide more than MemAvailable shows; the reading is on the safe side.

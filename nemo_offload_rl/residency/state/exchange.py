@@ -1,4 +1,4 @@
-"""Exchanges a group's contents on the device with those of a snapshot, on the device or on the host, and back.
+"""Exchanges a group's contents on the device with a snapshot's, on the device or on the host, and back.
 
 The contents pass through a little device memory. It is taken beforehand and kept until they are back, so that they can
 go back even if a pass runs out of memory.

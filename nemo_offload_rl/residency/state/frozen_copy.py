@@ -1,7 +1,6 @@
 """Frozen host copies of parameters: taken once, in the type to which passes cast them, and read many times.
 
-A copy narrower than its group crosses the link as it is, to the last bytes of its place on the device, and is widened
-there.
+A copy narrower than its group crosses the link as it is, to the last bytes of its place, and is widened there.
 """
 
 from __future__ import annotations

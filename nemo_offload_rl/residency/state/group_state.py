@@ -122,7 +122,7 @@ class GroupState:
         """Release the memory of a leaving group before its copies have finished.
 
         Later copies to the device wait on the device for the copies out. The host waits only for memory that `arrive`
-        did not allocate, such as that of states made by their first update.
+        did not allocate, such as for states made by their first update.
         """
         flight = self._flight
         if flight is None or not self.is_leaving or self._is_released:
@@ -189,7 +189,7 @@ class GroupState:
         Copies out of a group that stays are waited for as a whole, and the host goes on tracking them.
 
         Args:
-            num_layers: Wait only for what is needed before and in this many first layers; None for all copies.
+            num_layers: Wait only for copies needed before and in this many first layers; None for all.
         """
         flight = self._flight
         if flight is None or self.location is not Placement.DEVICE:
@@ -216,7 +216,7 @@ class GroupState:
         return waited
 
     def wait_copies(self) -> None:
-        """Wait for every copy of the group, including those of snapshots and those that only the device waited for."""
+        """Wait for every copy of the group, also a snapshot's, and those that only the device waited for."""
         self.settle()
         for flight in self._unaccounted:
             flight.transfer.wait_host()

@@ -2,7 +2,7 @@
 
 There are three ways to swap, with the same bits:
 1. If the device has room, the snapshot comes there ahead of its use and exchanges its contents with the group's: one
-   crossing, behind earlier work.
+   crossing of the link, behind earlier work.
 2. Without room, if the plan has a host copy of the group, the snapshot is written over the group, which comes back from
    that copy: two crossings that are waited for.
 3. A group that never leaves the device has no host copy. Its bytes and the snapshot's on the host are exchanged piece

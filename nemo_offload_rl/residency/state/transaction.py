@@ -132,7 +132,7 @@ class GroupSet:
 
     @property
     def is_leaving(self) -> bool:
-        """Whether any group is leaving."""
+        """Tell whether any group is leaving."""
         return any(state.is_leaving for state in self.states.values())
 
     def leftovers(self, records: Records | None, *, cache_released: bool) -> list[Leftover]:

@@ -95,8 +95,7 @@ class Stream:
     Args:
         bundles: Bundles in the order of use. Those on the device already stay there until they have been used.
         mover: Moves them.
-        limit_bytes: Limit on the bytes of these groups, leaving ones included. Beyond it only the next bundle comes
-            ahead.
+        limit_bytes: Most bytes of these groups, leaving ones included; beyond it only the next bundle comes ahead.
         overlap: Other bundles come and leave while the present one is used.
     """
 
@@ -185,7 +184,7 @@ class Stream:
             state.wait_arrival()
 
     def _settle(self) -> None:
-        """Wait for what is leaving and release its memory."""
+        """Wait for leaving groups and release their memory."""
         for state in chain(*self._bundles):
             if state.is_leaving:
                 state.settle()
@@ -257,8 +256,7 @@ class Streams:
         """Stream the optimizer's parts; see `ResidencyManager.streamed`.
 
         Args:
-            phase: Present phase. In OPTIM_STEP the first parts start coming now, though the caller may yet ask for
-                none.
+            phase: Present phase. In OPTIM_STEP the first parts start coming now; the caller may yet ask for none.
             limit_bytes: Limit of the `Stream`.
             release_cache: Release cached memory to the driver first, if that has to wait for no copy.
         """

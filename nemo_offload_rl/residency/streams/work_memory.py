@@ -1,6 +1,6 @@
 """Device memory that the work of each phase needs in addition to state, learned as phases pass.
 
-A need is the larger of two numbers: the largest difference between allocated bytes and those that state groups held at
+A need is the larger of two numbers: the largest difference between allocated bytes and the bytes of state groups at
 that time, and what the allocator holds for passes at the end of the phase, in pieces that fit nothing else. If state
 took the latter, the allocator would give all of its cache back and ask the CUDA driver again in every micro-batch.
 """
@@ -79,8 +79,7 @@ class WorkMemory:
     def is_too_tight(self, *, has_prefetched: bool) -> bool:
         """Tell whether the present pass may need more than is free.
 
-        A pass no larger than others of its kind does not. Any pass of an unseen kind may, if state was prefetched in
-        this phase.
+        A pass no larger than others of its kind does not. Any pass of an unseen kind may, if state was prefetched.
         """
         if self._phase is None or not self._is_known_kind:
             return has_prefetched
@@ -91,7 +90,7 @@ class WorkMemory:
         """Most memory that a phase's work has taken in addition to state; 0 before the phase has been seen once."""
         return max((need.num_bytes for need in self._seen.get(phase, {}).values()), default=0)
 
-    # -- what happens
+    # -- events
 
     def begin(self, phase: Phase, held_bytes: int, states: Iterable[GroupState] = ()) -> None:
         """Begin a phase with `held_bytes` of these groups on the device; some groups may still be leaving."""
@@ -164,7 +163,7 @@ class WorkMemory:
     def restart_peak(self) -> int:
         """Return the most bytes allocated since the last call or the start of the phase; 0 if unknown."""
         peak_bytes = self._drain_peak()
-        self._subtract_what_left()  # what left outside of `releasing` counts as gone from the start
+        self._subtract_what_left()  # memory released outside of `releasing` counts as gone from the start
         if self._phase is not None:
             # An engine counts free memory in addition to everything that is there.
             other_bytes = self._other_bytes if PHASES[self._phase].is_for_engine else 0

@@ -198,7 +198,7 @@ def resolve_plan(settings: ResidencySettings) -> ResidencyPlan:
         return host if settings.colocated and group not in settings.resident_groups else same
 
     drop = freed if settings.colocated else same
-    # The teacher's pass reads nothing of the policy: what is away stays away, and gradients are not needed any more.
+    # The teacher's pass reads nothing of the policy: absent groups stay away, and gradients are not needed.
     optimizer_row = (
         device,
         device,
