@@ -1,4 +1,4 @@
-"""The protocol behind which a training backend stands. The phase verbs are not here: the worker has them, once."""
+"""The protocol that a training backend implements. The worker implements the phase verbs, once for all backends."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16
 
 
 def compute_dtype(precision: str) -> torch.dtype:
-    """The type of `policy.precision`.
+    """Return the torch type that `policy.precision` names.
 
     Raises:
-        ConfigError: There is none of that name.
+        ConfigError: No type has that name.
     """
     if precision not in COMPUTE_DTYPES:
         raise ConfigError(f"policy.precision={precision} is unknown; use one of {', '.join(COMPUTE_DTYPES)}.")
@@ -34,7 +34,7 @@ def compute_dtype(precision: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Where this process stands. Ranks that share `dp_rank` get the same data."""
+    """This process's rank. Ranks that share `dp_rank` get the same data."""
 
     rank: int
     world_size: int
@@ -44,13 +44,13 @@ class RankInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessInfo:
-    """How this process joins the others.
+    """Settings with which this process joins the others.
 
     Attributes:
-        rank: This process, 0..world_size-1; rank = dp_rank * tensor_parallel_size + tp_rank.
-        world_size: All processes of the policy.
-        init_method: What `torch.distributed.init_process_group` takes, e.g. "env://" where MASTER_ADDR and MASTER_PORT
-            are set; unused where the process group exists already or `world_size` is 1.
+        rank: Rank of this process, 0..world_size-1; rank = dp_rank * tensor_parallel_size + tp_rank.
+        world_size: Number of processes of the policy.
+        init_method: Argument of `torch.distributed.init_process_group`, e.g. "env://" if MASTER_ADDR and MASTER_PORT
+            are set; unused if the process group exists already or `world_size` is 1.
         device: This rank's torch device, e.g. "cpu" or "cuda:0".
         workers_per_host: Processes of the policy on this rank's host.
         collective_timeout_s: Seconds that a rank waits for the others in a collective; None for no limit.
@@ -66,14 +66,14 @@ class ProcessInfo:
 
 @dataclass(frozen=True)
 class ExpectedBytes:
-    """What a rank will take of host memory, known before it has read a weight.
+    """Host memory that a rank will take, known before it reads a weight.
 
     Attributes:
         state: Bytes by row of the residency plan; empty where only the backend knows.
-        loading: Bytes that loading takes beside the state, for as long as it lasts.
-        reference: Bytes of a frozen copy of the parameters, if one is to be kept.
-        activations: Bytes that offloaded activations take at most.
-        reference_is_cast: The copy is in a narrower type than the parameters.
+        loading: Bytes that loading takes in addition to the state, while it runs.
+        reference: Bytes of a frozen copy of the parameters; 0 if none is kept.
+        activations: Most bytes that offloaded activations take.
+        reference_is_cast: The frozen copy has a narrower type than the parameters.
     """
 
     state: dict[str, int]
@@ -85,13 +85,13 @@ class ExpectedBytes:
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step.
+    """Result of one optimizer step.
 
     Attributes:
         grad_norm: Norm of all gradients before clipping.
-        learning_rate: What the update was scheduled with.
-        is_skipped: The norm was not finite, so parameters, optimizer states and the schedule are as they were.
-        lowers_loss_scale: It was skipped because float16 gradients overflowed, and the next loss is scaled less.
+        learning_rate: Scheduled rate of the update.
+        is_skipped: The norm was not finite, so parameters, optimizer states and the schedule did not change.
+        lowers_loss_scale: The step was skipped because float16 gradients overflowed; the next loss is scaled less.
     """
 
     grad_norm: float
@@ -102,7 +102,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """One tensor of the Hugging Face state dict, as a refit sends it."""
+    """Name, shape and type of one tensor of the Hugging Face state dict that a refit sends."""
 
     name: str
     shape: tuple[int, ...]
@@ -122,27 +122,27 @@ class PolicyBackend(Protocol):
 
     @property
     def rank_info(self) -> RankInfo:
-        """Where this process stands."""
+        """This process's rank."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Where parameters are while they are not offloaded."""
+        """Device of the parameters while they are not offloaded."""
         ...
 
     def state_groups(self) -> Sequence[StateGroup]:
-        """Every byte that this rank keeps on the device between calls: `params`, `grads`, `optimizer`."""
+        """Return groups of all state that this rank keeps on the device: `params`, `grads`, `optimizer`."""
         ...
 
     def expected_bytes(self) -> dict[str, int]:
-        """Host bytes, alignment included, of each row of the plan whose groups may leave, optimizer states included.
+        """Return host bytes, alignment included, of each row of the residency plan whose groups may leave the device.
 
-        Optimizer states appear in the first step only; this says what they will take.
+        Optimizer states are counted before the first step, which creates them.
         """
         ...
 
     def activation_host_bytes(self) -> int:
-        """Host bytes that activations can take at most, beside the state."""
+        """Return the most host bytes that activations can take, in addition to the state."""
         ...
 
     def forward_backward(
@@ -155,113 +155,113 @@ class PolicyBackend(Protocol):
         """Accumulate gradients over all micro-batches; loss and metrics are reduced over data-parallel ranks.
 
         Args:
-            micro_batches: Of one global batch; this rank's rows.
+            micro_batches: This rank's rows of one global batch.
             loss_fn: See `LossFn`.
-            norm: What the loss is divided by, of the global batch.
-            before_micro_batch: Called with the index of each micro-batch in turn, once the one before it has been
-                handed to the device: copies that are started there run beside its work.
+            norm: Counts of the global batch, which divide the loss.
+            before_micro_batch: Called with the index of each micro-batch in turn, once the previous one has been
+                queued on the device: copies that it starts overlap with that one's work.
         """
         ...
 
     def evaluate(
         self, micro_batches: Sequence[TrainBatch], loss_fn: LossFn, norm: LossNorm
     ) -> tuple[float, dict[str, float]]:
-        """The loss and metrics of `forward_backward` without gradients, dropout off."""
+        """Return the loss and metrics of `forward_backward` without gradients, dropout off."""
         ...
 
     def use_parts(self, passing: PassingParts) -> None:
-        """Have passes bring the groups `params/part.<i>` and `grads/part.<i>`, if `state_groups` has any; called once.
+        """Make passes bring the groups `params/part.<i>` and `grads/part.<i>`, if `state_groups` has any; called once.
 
-        Their parameters are filled here: they have no memory before.
+        The parameters of these groups get their memory and values here.
         """
         ...
 
     def drop_grads(self) -> None:
-        """Forget accumulated gradients, and what a pass that raised left behind."""
+        """Drop accumulated gradients, and anything that a failed pass left behind."""
         ...
 
     def optim_step(self, streamed: Iterable[str] = ()) -> StepResult:
         """Clip, update and drop the gradients.
 
         If the norm of the gradients is not finite, every rank skips the update: gradients are dropped, nothing else
-        changes, and nothing of `streamed` is asked for.
+        changes, and `streamed` is not iterated.
 
         Args:
-            streamed: Yields the name of each `optimizer/part.<i>` group once its states are on the device, with
-                parameters and gradients of the same part where these are groups.
+            streamed: Yields the name of each `optimizer/part.<i>` group once its states are on the device. Parameters
+                and gradients of that part come with them if they are groups.
         """
         ...
 
     def advance_schedule(self) -> None:
-        """One tick of the schedule of the learning rate: after the updates of a step of the run."""
+        """Advance the learning rate's schedule by one, after all updates of a step of the run."""
         ...
 
     def logprobs(self, micro_batches: Sequence[TokenBatch], *, whole: bool = False) -> list[Tensor]:
-        """[B, S] float32 logprobs on the CPU for each micro-batch, without gradient, dropout off.
+        """Return [B, S] float32 logprobs on the CPU for each micro-batch, without gradient, dropout off.
 
-        Of the tokens that `is_scored` names; 0 elsewhere.
+        Tokens that `is_scored` leaves out get 0.
 
         Args:
             micro_batches: This rank's rows.
-            whole: Over the whole vocabulary, whatever part of it tokens are drawn from.
+            whole: Normalize over the whole vocabulary, even if tokens are drawn from a part of it.
         """
         ...
 
     @property
     def vocab_size(self) -> int:
-        """Columns of the logits on all ranks."""
+        """Number of the logits' columns, over all ranks."""
         ...
 
     @property
     def vocab_shard(self) -> VocabShard:
-        """Which columns of the logits this rank computes."""
+        """Columns of the logits that this rank computes."""
         ...
 
     def use_teacher_head(self, head: TeacherHead) -> None:
-        """Have losses that compare with a teacher's hidden states read this output layer."""
+        """Set the output layer that losses apply to a teacher's hidden states."""
         ...
 
     def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
-        """Sums over the data-parallel ranks."""
+        """Sum each value over the data-parallel ranks."""
         ...
 
     def all_reduce_max(self, value: int) -> int:
-        """The largest value over the data-parallel ranks."""
+        """Return the largest value over the data-parallel ranks."""
         ...
 
     def clear_caches(self) -> None:
-        """A refit comes next: free what the last passes left behind on the device, where the settings ask for it."""
+        """Free what the last passes left on the device, if the settings ask for it; called before a refit."""
         ...
 
     def weight_specs(self) -> list[WeightSpec]:
-        """What `named_weights` yields, in the same order; called with the parameters on the device, by every rank."""
+        """Describe what `named_weights` yields, in order; every rank calls this with the parameters on the device."""
         ...
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors under the names of the family's checkpoints, one at a time; a collective over all ranks.
+        """Yield full tensors under the names of the family's checkpoints, one at a time; a collective over all ranks.
 
         Experts of a layer may be stacked (`generation/vllm/stacked_experts.py` has the form). A tensor may share memory
-        with the parameter: copy it before the next optimizer step. It has the announced type, or is float32 still where
-        a rounded copy beside it might not fit the device; whoever copies it rounds it.
+        with the parameter: copy it before the next optimizer step. It has the announced type, or float32 if a rounded
+        copy might not fit the device; the receiver then rounds it while copying.
         """
         ...
 
     def stage_save(self, folder: Path, reader: StateReader) -> StagedSave:
         """Begin to save model, optimizer, scheduler and RNG; every rank calls it.
 
-        What must not change until it is written is fetched with `reader` here; nothing of the state is kept alive.
+        Fetches with `reader` everything that will be written, and keeps no tensor of the state alive.
 
         Args:
-            folder: Exists already, empty; not yet under its name.
+            folder: Existing empty folder, under a temporary name.
             reader: Reads tensors wherever residency keeps them, and copies them for a save in the background.
         """
         ...
 
     def load(self, path: Path, streamed: Iterable[str] = ()) -> None:
-        """Read what `stage_save` wrote, with parameters and the optimizer's group on the device; every rank calls it.
+        """Read what `stage_save` wrote; every rank calls it with parameters and the optimizer's group on the device.
 
         Args:
-            path: The folder.
+            path: Folder of the checkpoint.
             streamed: Yields the name of each `optimizer/part.<i>` group once its states are on the device.
 
         Raises:
@@ -270,7 +270,7 @@ class PolicyBackend(Protocol):
         ...
 
     def export_hf(self, path: Path) -> None:
-        """Write a folder that `transformers` and vLLM load; every rank calls it, rank 0 writes."""
+        """Write a folder that `transformers` and vLLM can load; every rank calls it, rank 0 writes."""
         ...
 
     def close(self) -> None:
@@ -279,43 +279,43 @@ class PolicyBackend(Protocol):
 
 
 class FrozenModel(Protocol):
-    """A model of one rank that is only read: a teacher."""
+    """A teacher: one rank's part of a model that is never trained."""
 
     @property
     def rank_info(self) -> RankInfo:
-        """Where this process stands, as this model is spread over the ranks."""
+        """This process's rank, with the data-parallel ranks of this model."""
         ...
 
     @property
     def temperature(self) -> float:
-        """What the output layer's logits are divided by."""
+        """Divisor of the output layer's logits."""
         ...
 
     @property
     def softcap(self) -> float | None:
-        """What they are soft-capped at before."""
+        """Soft cap of the logits, applied before the temperature; None for no cap."""
         ...
 
     def state_groups(self) -> Sequence[StateGroup]:
-        """Every byte that it keeps on the device between calls: `teacher`."""
+        """Return groups of all state that it keeps on the device: `teacher`."""
         ...
 
     def read(self, micro_batches: Sequence[TokenBatch], reader: Reader) -> list[Any]:
-        """What a reader gives of each micro-batch, [B, S, ...] tensors on the CPU; 0 where nothing is scored."""
+        """Return the reader's results by micro-batch: [B, S, ...] tensors on the CPU, 0 where nothing is scored."""
         ...
 
     def use_stream(self, streamed_layers: Callable[[], Iterator[str]]) -> None:
-        """Have each pass ask this for its layers, where they are groups of their own (`teacher/layer.<index>`)."""
+        """Make each pass bring its layers with this, if each layer is a group (`teacher/layer.<index>`)."""
         ...
 
     def output_rows(self, first: int, count: int) -> Tensor:
-        """[count, H] rows of the output layer in the compute type, a new tensor; a collective over all ranks."""
+        """Return [count, H] rows of the output layer in the compute type, a new tensor; a collective over all ranks."""
         ...
 
     def all_reduce_max(self, value: int) -> int:
-        """The largest value over the data-parallel ranks."""
+        """Return the largest value over the data-parallel ranks."""
         ...
 
     def close(self) -> None:
-        """Give memory back."""
+        """Free the model's memory."""
         ...

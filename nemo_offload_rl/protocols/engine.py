@@ -1,4 +1,4 @@
-"""What the driver and the rollouts know of an inference engine."""
+"""The interface of an inference engine to the driver and the rollouts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nemo_offload_rl.protocols.refit import WeightBucket
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled response. `logprobs[i]` is the engine's logprob of `token_ids[i]`, see `SamplingSettings`."""
+    """One sampled response. `logprobs[i]` is the engine's logprob of `token_ids[i]` (see `SamplingSettings`)."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -20,12 +20,12 @@ class Completion:
 
 
 class GenerationEngine(Protocol):
-    """One inference engine, whole (all of its tensor-parallel ranks)."""
+    """One inference engine with all of its tensor-parallel ranks."""
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingSettings, num_samples: int = 1
     ) -> list[list[Completion]]:
-        """`num_samples` completions for each prompt of token ids, in the prompts' order."""
+        """Return `num_samples` completions for each prompt of token ids, in the prompts' order."""
         ...
 
     def wait_for_room(self, tags: Sequence[str], beside_bytes: int = 0) -> bool:
@@ -33,19 +33,19 @@ class GenerationEngine(Protocol):
 
         Args:
             tags: See `prepare_for_generation`.
-            beside_bytes: Room on each device for what the caller allocates next; worth a short wait, no more.
+            beside_bytes: Bytes that the caller allocates next on each device; waited for only briefly.
 
         Returns:
-            Whether there is that too.
+            Whether `beside_bytes` fit too.
         """
         ...
 
     def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
-        """Wake `weights`, `kv_cache` or (None) both; what is awake already is left alone."""
+        """Wake `weights`, `kv_cache`, or both (None), unless they are awake already."""
         ...
 
     def finish_generation(self, discard_weights: bool) -> None:
-        """Sleep. `discard_weights` when a refit comes before the next generation."""
+        """Put the engine to sleep; set `discard_weights` if a refit comes before the next generation."""
         ...
 
     def load_bucket(self, bucket: WeightBucket) -> None:
@@ -62,18 +62,18 @@ class GenerationEngine(Protocol):
 
 
 class PausingEngine(Protocol):
-    """An engine that can be given weights in the middle of responses."""
+    """An engine that can take new weights in the middle of responses."""
 
     def pause_generation(self, recompute_kv_cache: bool) -> None:
-        """Hold all responses where they are, and what is asked from now on, until `resume_generation`.
+        """Hold all responses, and all new requests, until `resume_generation`.
 
         Args:
-            recompute_kv_cache: A refit meanwhile also drops the KV cache, which is then computed again with the new
-                weights; false has responses under way go on with what the old ones computed. Requests that begin after
-                the pause never read that.
+            recompute_kv_cache: If true, a refit during the pause drops the KV cache, which is then computed again with
+                the new weights. If false, running responses keep the KV cache of the old weights. Requests that begin
+                after the pause never read the old KV cache.
         """
         ...
 
     def resume_generation(self) -> None:
-        """Go on."""
+        """Continue the held responses and requests."""
         ...

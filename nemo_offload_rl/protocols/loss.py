@@ -1,4 +1,4 @@
-"""What the driver, the workers, the losses and the backends agree on."""
+"""Interfaces of losses and worker groups, shared by the driver, the workers and the backends."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from nemo_offload_rl.data.batch import LossNorm, TrainBatch
 
 
 class TokenStat(Enum):
-    """What can be measured of the distribution at a token; the value is the metric's name.
+    """A measure of the distribution at a token; the value is the metric's name.
 
     Attributes:
-        ACCURACY: 1 where no logit is above the token's own, so that a tie for the first place counts; 0 elsewhere.
-        ENTROPY: In nats, of the distribution that the logprobs are of.
+        ACCURACY: 1 if no logit is above the token's own (a tie for first place counts), else 0.
+        ENTROPY: Entropy in nats of the distribution that gives the logprobs.
     """
 
     ACCURACY = "token_accuracy"
@@ -34,27 +34,27 @@ class LossFn(Protocol):
 
     @property
     def token_stat(self) -> TokenStat | None:
-        """What the backend measures beside this loss, as a mean over the counted tokens; None for nothing.
+        """Measure that the backend reports with this loss, as a mean over the counted tokens; None for none.
 
-        Losses see logprobs only, and this needs the logits.
+        The backend computes it because it needs the logits, and losses see logprobs only.
         """
         ...
 
     def __call__(
         self, logprobs_BS: Tensor, batch: TrainBatch, norm: LossNorm, /
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Loss and metrics of one micro-batch.
+        """Return loss and metrics of one micro-batch.
 
         Args:
-            logprobs_BS: [B, S] float32 logprobs of `batch.input_ids` with gradient where `batch.is_scored()`, which is
-                where the loss mask is not 0; 0 elsewhere, as no logits are computed there. They are over the tokens
-                that rollouts are drawn from (temperature, `top_p`, `top_k`); -inf for a token that is not among them.
+            logprobs_BS: [B, S] float32 logprobs of `batch.input_ids`, with gradient where `batch.is_scored()` (the loss
+                mask is not 0); 0 elsewhere, since no logits are computed there. Their distribution is the one that
+                rollouts are drawn from (temperature, `top_p`, `top_k`); a token outside of it has -inf.
             batch: The micro-batch, on the same device.
             norm: Counts of the global batch.
 
         Returns:
-            A scalar, and detached scalar metrics. Metrics whose name ends in `_min` or `_max` are reduced so;
-            all others are shares that sum to the global value.
+            A scalar, and detached scalar metrics. Metrics whose name ends in `_min` or `_max` are reduced by minimum or
+            maximum; all others are shares that sum to the global value.
         """
         ...
 
@@ -62,7 +62,7 @@ class LossFn(Protocol):
 class ReferenceLoss(ABC):
     """A `LossFn` that compares with a reference policy, whose logprobs are over the whole vocabulary.
 
-    Where tokens are drawn from some of it (`top_p`, `top_k`), the policy's logprobs are not.
+    With `top_p` or `top_k` the policy's own logprobs are not, so it gets a second set that is.
     """
 
     @property
@@ -73,29 +73,29 @@ class ReferenceLoss(ABC):
     @property
     @abstractmethod
     def reads_whole(self) -> bool:
-        """Whether it compares at all."""
+        """Whether the loss reads `whole_logprobs_BS`."""
 
     @abstractmethod
     def __call__(
         self, logprobs_BS: Tensor, batch: TrainBatch, norm: LossNorm, whole_logprobs_BS: Tensor | None = None, /
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """As `LossFn`.
+        """Return loss and metrics of one micro-batch, as `LossFn` does.
 
         Args:
             logprobs_BS: As for `LossFn`.
             batch: As for `LossFn`.
             norm: As for `LossFn`.
-            whole_logprobs_BS: The same over the whole vocabulary, with gradient; None where `logprobs_BS` are that.
+            whole_logprobs_BS: Logprobs over the whole vocabulary, with gradient; None if `logprobs_BS` are over it.
         """
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """How a student's distribution is compared with a teacher's (`backends/scoring/divergence.py` has the formulas).
+    """Settings that compare a student's distribution with a teacher's (formulas in `backends/scoring/divergence.py`).
 
     Attributes:
-        forward_weight: Weight of KL(teacher || student), 0..1; KL(student || teacher) has the rest.
-        zero_outside_topk: The teacher's probability is 0 outside of its top-k; else both are renormalized over it.
+        forward_weight: Weight w of KL(teacher || student), 0..1; KL(student || teacher) has 1 - w.
+        zero_outside_topk: Set the teacher's probability to 0 outside of its top-k; else renormalize both over it.
     """
 
     forward_weight: float
@@ -103,12 +103,12 @@ class Divergence:
 
 
 class DivergenceScores(NamedTuple):
-    """What is known of tokens that are distilled, in float32 tensors of one shape; 0 where nothing is scored.
+    """Scores of distilled tokens, in float32 tensors of one shape; 0 where nothing is scored.
 
     Attributes:
-        divergence: Between student and teacher before the token, with gradient.
-        logprobs: Of the tokens themselves under the student, without gradient.
-        teacher_mass: Of the teacher's top-k, in its own distribution; 1 where all of that is known.
+        divergence: Divergence between student and teacher at each token, with gradient.
+        logprobs: Logprobs of the tokens under the student, without gradient.
+        teacher_mass: Probability that the teacher gives to its top-k; 1 if its whole distribution is known.
     """
 
     divergence: Tensor
@@ -117,7 +117,7 @@ class DivergenceScores(NamedTuple):
 
 
 class DivergenceLoss(ABC):
-    """A `LossFn` on divergences from a teacher: its first argument has them in place of logprobs.
+    """A `LossFn` whose first argument is divergences from a teacher in place of logprobs.
 
     Its batches are of the class `SampledBatch`.
     """
@@ -127,27 +127,27 @@ class DivergenceLoss(ABC):
     @property
     @abstractmethod
     def divergence(self) -> Divergence:
-        """Which divergence the backend computes."""
+        """The divergence that the backend computes."""
 
     @abstractmethod
     def __call__(self, divergence_BS: Tensor, batch: TrainBatch, norm: LossNorm) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """As `LossFn`, of divergences [B, S]."""
+        """Return loss and metrics of one micro-batch, as `LossFn` does, from divergences [B, S]."""
 
     @abstractmethod
     def measure(self, scores_BS: DivergenceScores, batch: TrainBatch, norm: LossNorm) -> Mapping[str, Tensor]:
-        """Further metrics, as `LossFn` gives them."""
+        """Return further metrics, reduced as those of `LossFn`."""
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What one call of `train` gives back; one entry per optimizer step in each list.
+    """Result of one call of `train`; each list has one entry per optimizer step.
 
     Attributes:
-        loss: Of each global batch.
-        grad_norm: Before clipping.
-        learning_rate: Of each update.
-        metrics: What the loss measured.
-        is_skipped: The gradient norm was not finite, so that nothing was updated; empty where nothing was to be.
+        loss: Loss of the global batch.
+        grad_norm: Gradient norm before clipping.
+        learning_rate: Learning rate of the update.
+        metrics: Metrics of the loss, by name.
+        is_skipped: The gradient norm was not finite, so nothing was updated; empty if no update was due.
     """
 
     loss: list[float]
@@ -164,8 +164,8 @@ type Method[**P, R] = Callable[Concatenate[Any, P], R]
 class WorkerGroup(Protocol):
     """All ranks of one kind of worker, in this process or behind Ray.
 
-    A method is given as that of the workers' class, such as `PolicyWorker.train`; workers of another class have one of
-    the same name. Errors of a worker are raised in the caller; a worker that died raises `WorkerDiedError`.
+    Methods are passed unbound, such as `PolicyWorker.train`, and called by name, so a worker of another class needs
+    only a method of that name. Errors of a worker are raised in the caller; a worker that died raises `WorkerDiedError`.
     """
 
     @property
@@ -182,22 +182,22 @@ class WorkerGroup(Protocol):
         ...
 
     def start_all[**P, R](self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> Callable[[], list[R]]:
-        """Like `run_all` but returns at once: a function that waits for the results, to be called once or never."""
+        """Like `run_all`, but return at once a function that waits for the results; call it once or never."""
         ...
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait until no worker runs a call that failed or was broken off; whether all can take further calls.
+        """Wait until no worker runs a failed or aborted call; return whether all can take further calls.
 
         False if a worker still runs one after `timeout_s`.
         """
         ...
 
     def pids(self) -> list[int]:
-        """Process ids by rank, each on its own host."""
+        """Return process ids by rank, each valid on its worker's host."""
         ...
 
     def local_pids(self) -> list[int]:
-        """Process ids of the workers on the driver's host."""
+        """Return process ids of the workers on the driver's host."""
         ...
 
     def shutdown(self) -> None:

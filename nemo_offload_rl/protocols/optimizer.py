@@ -1,8 +1,7 @@
-"""What an optimizer is to the rest of the package: what it keeps, and what may be updated alone.
+"""Description of an optimizer for the rest of the package: the states it keeps, and which parts may be updated alone.
 
-Sizes, rules, streaming and checkpoints ask an `OptimizerSpec`, never an optimizer's name. That of a torch optimizer is
-found by trying it (`dtensor/torch_optim.py`), that of Megatron's follows from the settings
-(`megatron/optimizer_spec.py`).
+Sizes, rules, streaming and checkpoints ask an `OptimizerSpec`, never an optimizer's name. The spec of a torch optimizer
+is found by trying it (`dtensor/torch_optim.py`); Megatron's follows from the settings (`megatron/optimizer_spec.py`).
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from torch.optim import Optimizer
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """What an optimizer keeps for each parameter, and what its update of one needs.
+    """The states that an optimizer keeps for each parameter, and whether it can update parts alone.
 
     Attributes:
-        states: Types by name of the tensors of a parameter's shape that it keeps. Scalars, such as a count of steps,
-            are not among them: they stay where they are.
-        masters: Types of the masters that it updates, by the type of the model's parameter; it updates parameters of
-            other types themselves.
-        is_elementwise: The update of an element needs no other element, so shards, and parts that stream, may be
-            updated alone.
+        states: Types by name of its state tensors that have the parameter's shape. Scalars, such as a step count, are
+            left out: they never move.
+        masters: Type of the master copy that it updates, by the type of the model's parameter; parameters of other
+            types have no master.
+        is_elementwise: The update of an element needs no other element, so shards and streamed parts may be updated
+            alone.
     """
 
     states: Mapping[str, torch.dtype]
@@ -34,17 +33,17 @@ class OptimizerSpec:
     is_elementwise: bool
 
     def bytes_per_element(self, dtype: torch.dtype) -> int:
-        """Bytes of states and master for each element of a parameter of this type."""
+        """Return the bytes of states and master for each element of a parameter of this type."""
         master = self.masters.get(dtype)
         kept = [*self.states.values(), *([] if master is None else [master])]
         return sum(found.itemsize for found in kept)
 
 
 def make_states(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
-    """Have a torch optimizer allocate the states of parameters that have none, by steps that change nothing.
+    """Allocate a torch optimizer's missing states, by steps that change no parameter.
 
-    A step of one parameter after the other: a step of all takes gradients and, on a GPU, intermediate results of all of
-    them beside the states, which is more than training does. The states' contents are for a checkpoint to overwrite.
+    Steps one parameter at a time: one step of all would need gradients and, on a GPU, intermediate results of all of
+    them, which is more memory than training takes. A checkpoint then overwrites the states' contents.
     """
     rates = [options["lr"] for options in optimizer.param_groups]
     for options in optimizer.param_groups:
@@ -60,7 +59,7 @@ def make_states(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
 
 @contextmanager
 def restricted_to(optimizer: Optimizer, parameters: Iterable[Tensor]) -> Generator[None]:
-    """Leave only these parameters in the optimizer's groups."""
+    """Leave only these parameters in the optimizer's groups, within the context."""
     wanted = {id(parameter) for parameter in parameters}
     kept = [[some for some in group["params"] if id(some) in wanted] for group in optimizer.param_groups]
     with with_parameters(optimizer, kept):
@@ -69,7 +68,7 @@ def restricted_to(optimizer: Optimizer, parameters: Iterable[Tensor]) -> Generat
 
 @contextmanager
 def with_parameters(optimizer: Optimizer, by_group: Sequence[list[Tensor]]) -> Generator[None]:
-    """Have these parameters in the optimizer's groups."""
+    """Put these parameters into the optimizer's groups, within the context."""
     whole = [group["params"] for group in optimizer.param_groups]
     for group, parameters in zip(optimizer.param_groups, by_group, strict=True):
         group["params"] = parameters

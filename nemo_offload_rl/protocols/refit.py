@@ -1,7 +1,7 @@
-"""What is passed between policy and engine in a refit; `weight_sync.refit` has the order.
+"""Messages between policy and engine in a refit; `weight_sync.refit` has the order.
 
-The policy fills a buffer with tensors and describes it by a `WeightBucket`, which the driver hands to the engine. The
-engine copies the tensors out of the buffer.
+The policy fills a buffer with tensors and describes it by a `WeightBucket`. The driver hands the bucket to the engine,
+which copies the tensors out of the buffer.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _NAMES_SHOWN = 8
 
 
 class RefitError(UserError):
-    """The engine did not get the right weights: tensors are missing, unexpected or of another shape.
+    """Error for wrong weights in the engine: tensors are missing, unexpected or of another shape.
 
-    With policy and engine of the same model this is a bug; settings of the engine can make them differ.
+    It is a bug if policy and engine have the same model; settings of the engine can make the models differ.
     """
 
 
 def listed(names: Iterable[str]) -> str:
-    """The first few names in a stable order, and how many more there are."""
+    """Return the first few names in a stable order, and how many more there are."""
     ordered = sorted(names)
     shown = ", ".join(ordered[:_NAMES_SHOWN])
     num_hidden = len(ordered) - _NAMES_SHOWN
@@ -35,7 +35,7 @@ def listed(names: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """One tensor inside a bucket's buffer; `offset_bytes` is a multiple of 512."""
+    """Place of one tensor in a bucket's buffer; `offset_bytes` is a multiple of 512."""
 
     name: str
     shape: tuple[int, ...]
@@ -43,14 +43,14 @@ class TensorSlice:
     offset_bytes: int
 
     def of(self, buffer: Tensor) -> Tensor:
-        """The tensor as a view of the bucket's buffer, which is [N] uint8."""
+        """Return the tensor as a view of the bucket's buffer, [N] uint8."""
         end_bytes = self.offset_bytes + math.prod(self.shape) * self.dtype.itemsize
         return buffer[self.offset_bytes : end_bytes].view(self.dtype).view(self.shape)
 
 
 @dataclass(frozen=True)
 class RefitGroupAddress:
-    """Where the senders and receivers of a refit between different devices meet."""
+    """Address at which senders and receivers meet for a refit between different devices."""
 
     host: str
     port: int
@@ -59,7 +59,7 @@ class RefitGroupAddress:
 
 @dataclass(frozen=True)
 class WeightBucket:
-    """A filled buffer. `handle` is what the transport needs to map it in another process."""
+    """A filled buffer. `handle` lets the transport map it in another process."""
 
     index: int
     transport: str  # "shared_memory", "cuda_ipc" or "nccl"

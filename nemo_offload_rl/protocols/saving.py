@@ -1,4 +1,4 @@
-"""What a backend and the saving of checkpoints agree on."""
+"""Interfaces between a backend and the code that saves checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StagedSave(Protocol):
 
     @property
     def checksums(self) -> Mapping[str, str]:
-        """Of each file that this rank has written, by its path in the folder; complete after `finish`."""
+        """Checksum of each file that this rank has written, by its path in the folder; complete after `finish`."""
         ...
 
 
@@ -39,11 +39,11 @@ class HostCopies:
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def missing_bytes(self, tensors: Mapping[str, Tensor]) -> int:
-        """Bytes that copies of these would take beyond what is held under their names."""
+        """Return the bytes that `copy` would have to allocate for these tensors."""
         return sum(tensor.nbytes for name, tensor in tensors.items() if self._fitting(name, tensor) is None)
 
     def copy(self, name: str, tensor: Tensor) -> Tensor:
-        """A copy of `tensor` on the CPU, in the memory that the last copy under this name had if it fits."""
+        """Return a copy of `tensor` on the CPU; reuses the memory of the last copy of this name if it fits."""
         held = self._fitting(name, tensor)
         if held is None:
             held = self._tensors[name] = tensor.new_empty(tensor.shape, device="cpu")
@@ -55,14 +55,13 @@ class HostCopies:
 
 
 class StateReader:
-    """What a backend reads its tensors with while it stages a save, wherever residency keeps them.
+    """Reads a backend's tensors while it stages a save, wherever residency keeps them.
 
     Args:
         residency: Knows which tensors are on the host.
 
     Attributes:
-        reads_host_copies: Something that was fetched is residency's own host copy, which later writes of the state
-            overwrite.
+        reads_host_copies: Some fetched tensor is residency's own host copy, which later changes of the state overwrite.
     """
 
     def __init__(self, residency: ResidencyManager) -> None:
@@ -71,9 +70,9 @@ class StateReader:
         self.reads_host_copies = False
 
     def fetch(self, name: str, tensor: Tensor) -> Callable[[], Tensor]:
-        """What gives the present contents of this rank's part of a tensor, on the CPU.
+        """Return a function that gives this rank's part of a tensor on the CPU.
 
-        Nothing is brought to the device for it: where a group is on the host, its host copy is read.
+        Moves nothing to the device: a tensor that is on the host is read from its host copy.
 
         Args:
             name: Unique in the checkpoint.
@@ -87,10 +86,10 @@ class StateReader:
         return lambda: self._tensors[name].cpu()
 
     def missing_bytes(self, copies: HostCopies) -> int:
-        """Bytes that `copies` would grow by in `copy_to`."""
+        """Return the bytes by which `copy_to` would enlarge `copies`."""
         return copies.missing_bytes(self._tensors)
 
     def copy_to(self, copies: HostCopies) -> None:
-        """Copy what residency has no host copy of: from now on, that is read in the place of the tensors."""
+        """Copy every fetched tensor that has no host copy; the fetched functions then read these copies."""
         for name, tensor in self._tensors.items():
             self._tensors[name] = copies.copy(name, tensor)

@@ -1,4 +1,4 @@
-"""What backends and the reading of hidden states agree on.
+"""Interfaces between backends and readers of hidden states.
 
 Shape suffixes: N positions, V this rank's part of the vocabulary, H hidden size.
 """
@@ -16,19 +16,19 @@ from nemo_offload_rl.keys.worker import TokenFilter
 from nemo_offload_rl.protocols.vocab import VocabShard
 
 type OutputLayer = Callable[[Tensor], Tensor]
-"""Hidden states of some positions to logits of this rank's vocabulary columns."""
+"""Maps hidden states of some positions to logits of this rank's vocabulary columns."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """How logits are read.
+    """Settings for reading logits.
 
     Attributes:
-        temperature: What they are divided by.
+        temperature: Divisor of the logits.
         chunk_size: Positions whose logits exist at once; None for all.
         shard: This rank's columns.
-        softcap: What `capped` has been given for them.
-        kept: Which tokens are drawn; None for all.
+        softcap: Cap that was already applied to the logits by `capped`.
+        kept: Filter of the tokens that are drawn; None for all.
     """
 
     temperature: float
@@ -39,18 +39,18 @@ class Head:
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
-    """Logits that stay between -c and c: c tanh(logits / c), as Gemma 2 has them (arXiv 2408.00118)."""
+    """Cap logits softly between -c and c: c tanh(logits / c), as in Gemma 2 (arXiv 2408.00118)."""
     return logits if softcap is None else (logits / softcap).tanh_() * softcap
 
 
 @dataclass(frozen=True)
 class Positions:
-    """Where the tokens to score come from.
+    """Tokens to score.
 
     Attributes:
-        hidden: [N, ...] last hidden states before them.
-        targets: [N, ...] int64 their ids.
-        places: [N, ...] int64 their places in the flattened rows of the micro-batch.
+        hidden: [N, ...] last hidden states, from which each token is predicted.
+        targets: [N, ...] int64 ids of the tokens.
+        places: [N, ...] int64 indices of the tokens in the flattened rows of the micro-batch.
     """
 
     hidden: Tensor
@@ -58,7 +58,7 @@ class Positions:
     places: Tensor
 
     def split(self, chunk_size: int | None) -> list[Positions]:
-        """In chunks of at most so many."""
+        """Split into chunks of at most `chunk_size` positions."""
         if chunk_size is None:
             return [self]
         pieces = [torch.split(value, chunk_size) for value in (self.hidden, self.targets, self.places)]
@@ -66,21 +66,21 @@ class Positions:
 
 
 class Reader(Protocol):
-    """Reads a model's last hidden states."""
+    """A function of a model's last hidden states, such as scores of tokens."""
 
     def __call__(self, output_layer: OutputLayer, positions: Positions, head: Head) -> Any:
-        """A NamedTuple of tensors that begin with the shape of `positions.targets`."""
+        """Return a NamedTuple of tensors whose shapes begin with that of `positions.targets`."""
         ...
 
 
 @dataclass(frozen=True)
 class TeacherHead:
-    """A teacher's output layer where the student is trained.
+    """A teacher's output layer on the ranks that train the student.
 
     Attributes:
         weight: [V, H] rows of the student's vocabulary shard, in the teacher's compute type.
-        temperature: What its logits are divided by.
-        softcap: What `capped` is given for them.
+        temperature: Divisor of the teacher's logits.
+        softcap: Cap for `capped`; None for no cap.
     """
 
     weight: Tensor

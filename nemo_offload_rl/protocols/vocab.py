@@ -1,4 +1,4 @@
-"""A vocabulary that several ranks share, and the tokens of it that a sampler may draw.
+"""A vocabulary that is split over ranks, and the tokens that a sampler may draw.
 
 Shape suffixes: N positions, V vocabulary (V is this rank's part under tensor parallelism).
 """
@@ -13,27 +13,27 @@ from torch import Tensor
 
 from nemo_offload_rl.keys.worker import TokenFilter
 
-# Of the logits that are sorted at once, over the whole vocabulary: 64 MiB in float32, and twice that of places.
+# Most logits that are sorted at once, over the whole vocabulary: 64 MiB in float32, and 128 MiB of int64 indices.
 _SORTED_AT_ONCE = 2**24
-# In the place of logits that a filter takes out: no probability is left of them, and no difference of two is no number.
+# Replaces logits that a filter takes out: their probability becomes 0, and a difference of two is never NaN.
 _NOTHING = -1e30
 
 
 @dataclass(frozen=True)
 class VocabShard:
-    """Which rows of the output layer this rank has; `group` is None where it has all of them."""
+    """This rank's rows of the output layer; `group` is None if the rank has all of them."""
 
     start: int
     group: dist.ProcessGroup | None
 
     def reduce(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
-        """`value` reduced in place over the ranks that share the vocabulary."""
+        """Reduce `value` in place over the ranks that share the vocabulary."""
         if self.group is not None:
             dist.all_reduce(value, op=op, group=self.group)  # pyright: ignore[reportUnknownMemberType]
         return value
 
     def side_by_side(self, value: Tensor) -> Tensor:
-        """Every rank's tensor, one beside the other in the last dimension; of one shape on all ranks."""
+        """Concatenate all ranks' tensors along the last dimension; their shapes must be equal."""
         if self.group is None:
             return value
         pieces = [torch.empty_like(value, memory_format=torch.contiguous_format) for _ in range(self.group.size())]
@@ -43,17 +43,17 @@ class VocabShard:
 
 @torch.no_grad()
 def is_drawn(logits_NV: Tensor, kept: TokenFilter, temperature: float, shard: VocabShard) -> Tensor:
-    """[N, V] bool: which tokens top-k and then top-p leave, as vLLM's sampler finds them.
+    """Return [N, V] bool: the tokens that top-k and then top-p leave, as in vLLM's sampler.
 
-    Of the `top_k` most likely tokens those stay for which all likelier ones together have less than `top_p` of the
-    probability that the top-k has. Tokens as likely as the last one that stays do so too: which of several a sampler
-    takes is not defined, and what it drew must be in the set.
+    One of the `top_k` most likely tokens stays if all likelier ones together have less than `top_p` of the top-k's
+    probability. Tokens that tie with the last one stay too: it is undefined which of them a sampler takes, and the
+    drawn token must be in the set.
 
     Args:
         logits_NV: This rank's columns; any number of dimensions before V.
-        kept: What stays.
-        temperature: What logits are divided by.
-        shard: Which columns these are.
+        kept: The filter.
+        temperature: Divisor of the logits.
+        shard: The columns of `logits_NV`.
     """
     rows_NV = logits_NV.flatten(0, -2)
     num_columns = logits_NV.shape[-1] * (1 if shard.group is None else shard.group.size())
@@ -62,9 +62,9 @@ def is_drawn(logits_NV: Tensor, kept: TokenFilter, temperature: float, shard: Vo
 
 
 def _least(logits_NV: Tensor, kept: TokenFilter, temperature: float, shard: VocabShard) -> Tensor:
-    """[N, 1] the lowest logit that stays, in the logits' own type."""
+    """Return [N, 1] the lowest logit that stays, in the logits' own type."""
     found_NK = logits_NV
-    if kept.top_k is not None:  # whoever is among the first k of all is among the first k of its own shard
+    if kept.top_k is not None:  # the first k of all are among the first k of their shards
         found_NK = logits_NV.topk(min(kept.top_k, logits_NV.shape[-1]), dim=-1).values
     found_NK = shard.side_by_side(found_NK)
     found_NK = found_NK.sort(dim=-1, descending=True).values[..., : kept.top_k]
@@ -75,5 +75,5 @@ def _least(logits_NV: Tensor, kept: TokenFilter, temperature: float, shard: Voca
 
 
 def without(logits_NV: Tensor, is_drawn_NV: Tensor) -> Tensor:
-    """The logits with nothing left of tokens that are not drawn; these get no gradient."""
+    """Mask the logits of tokens that are not drawn; these get no gradient."""
     return logits_NV.masked_fill(~is_drawn_NV, max(_NOTHING, torch.finfo(logits_NV.dtype).min / 4))
