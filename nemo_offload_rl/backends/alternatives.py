@@ -1,4 +1,4 @@
-"""Which other training backend takes a model that one refuses: what a refusal may send its reader to."""
+"""Names the backend to use in place of one that refuses a model, for error messages."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _OTHERS = {
 
 
 def other_backend(config: Mapping[str, Any], backend: str, *, has_gpus: bool = True) -> str | None:
-    """Section of the backend beside `backend`, if it trains the model; None if it refuses it too.
+    """Return the settings section of the other backend; None if it does not train the model either.
 
     Args:
         config: The contents of a config.json.
-        backend: `DTENSOR` or `MEGATRON`.
-        has_gpus: Whether the run has GPUs, without which there is no Megatron.
+        backend: The backend that refuses the model, `DTENSOR` or `MEGATRON`.
+        has_gpus: The run has GPUs, which Megatron needs.
     """
     section, refuses = _OTHERS[backend]
     if refuses(config) is not None or (backend == DTENSOR and not has_gpus):
@@ -30,7 +30,7 @@ def other_backend(config: Mapping[str, Any], backend: str, *, has_gpus: bool = T
 
 
 def advice(config: Mapping[str, Any], backend: str, *, has_gpus: bool = True) -> str:
-    """End of a refusal of a model; arguments as for `other_backend`."""
+    """Return the end of an error message that refuses a model; arguments as for `other_backend`."""
     section = other_backend(config, backend, has_gpus=has_gpus)
     if section is None:
         return "use another model (docs/reference/models.md)"

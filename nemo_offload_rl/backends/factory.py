@@ -1,4 +1,4 @@
-"""Which backend the settings ask for."""
+"""Builds the backend that the settings ask for."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nemo_offload_rl.protocols.backend import ExpectedBytes, FrozenModel, Policy
 
 
 def expected_bytes(settings: PolicySettings, process: ProcessInfo) -> ExpectedBytes:
-    """What the backend's `expected_bytes` will say, before anything is loaded; empty where only the backend knows.
+    """Return what the backend's `expected_bytes` will, before anything is loaded; empty if only the backend knows.
 
     Raises:
         UserError: The model's configuration cannot be read.
@@ -34,10 +34,10 @@ def expected_bytes(settings: PolicySettings, process: ProcessInfo) -> ExpectedBy
 
 
 def check_model(settings: PolicySettings) -> None:
-    """Refuse a model that cannot be trained by what its files or this machine's packages say; loads no weights.
+    """Refuse a model that its files or this machine's packages make untrainable; loads no weights.
 
-    Rules have said so of a folder's config.json already. The config of a hub's model may be known from here on only,
-    and so is what the model library makes of a config.
+    The rules have checked a local config.json already. This also checks the config of a hub's model, which may not have
+    been downloaded before, and the config as the model library completes it.
 
     Raises:
         UserError: A part of the model is missing or damaged, the backend does not train it, or lacks a package.
@@ -78,11 +78,11 @@ def _as_loaded(settings: PolicySettings) -> Any:
 def import_backend(settings: PolicySettings, **others: Any) -> None:
     """Import the backend's libraries, which takes many seconds from a cold disk.
 
-    Of a device it takes at most the context that Transformer Engine may make.
+    Takes no memory of a device, except the context that Transformer Engine may make.
 
     Args:
         settings: The policy.
-        others: What else a worker is made of.
+        others: Other arguments of a worker; ignored.
     """
     if isinstance(settings.backend, MegatronConfig):
         load_engine(settings)
@@ -92,7 +92,7 @@ def import_backend(settings: PolicySettings, **others: Any) -> None:
 
 
 def build_backend(settings: PolicySettings, process: ProcessInfo) -> PolicyBackend:
-    """The backend of one rank, with its model loaded.
+    """Build the backend of one rank, with its model loaded.
 
     Raises:
         UserError: The model or a setting cannot be used.
@@ -111,7 +111,7 @@ def build_backend(settings: PolicySettings, process: ProcessInfo) -> PolicyBacke
 
 
 def build_teacher(settings: PolicySettings, process: ProcessInfo, *, streams_layers: bool) -> FrozenModel:
-    """A frozen model of one rank on the same backend as the policy, whose process groups are there.
+    """Build one rank's frozen model on the policy's backend; process groups must exist already.
 
     Raises:
         UserError: The model or a setting cannot be used.

@@ -25,8 +25,8 @@ class OptimizerParts:
     """An optimizer's parameters, divided by how their states move.
 
     Attributes:
-        rest: (name, parameter) of those whose states are on the device throughout training.
-        parts: Group name -> (name, parameter) of those whose states stream, in the order of their updates.
+        rest: (name, parameter) whose states stay on the device throughout training.
+        parts: Group name -> (name, parameter) whose states stream, in the order of their updates.
     """
 
     rest: NamedTensors
@@ -34,14 +34,14 @@ class OptimizerParts:
 
     @property
     def members(self) -> Mapping[str, NamedTensors]:
-        """The parameters of every group of states."""
+        """Parameters by the name of their state group."""
         return {OPTIMIZER: self.rest, **self.parts}
 
     def groups(self, states: Callable[[NamedTensors], Iterable[tuple[str, Tensor]]]) -> list[StateGroup]:
-        """The group of the rest, then one of each part.
+        """Return the state group of the rest, then those of the parts.
 
         Args:
-            states: State tensors of some parameters, by name; called at each transition.
+            states: Returns the named state tensors of some parameters; called at each transition.
         """
         return [TensorGroup(name, lambda mine=mine: states(mine)) for name, mine in self.members.items()]
 
@@ -55,16 +55,16 @@ class OptimizerParts:
         """Make one optimizer step: each part once `streamed` has brought it, then the rest at once.
 
         Args:
-            optimizer: Any whose update of a parameter needs nothing of other parameters.
+            optimizer: Must update each parameter independently of the others.
             streamed: Names of parts (`ResidencyManager.streamed`); every part must come.
             after_each: Called with the parameters that were just updated, while their states are on the device.
-            before_each: Called with the parameters that are updated next.
+            before_each: Called with the parameters that are about to be updated.
         """
         waiting, by_group, groups = dict(self.parts), self._by_group(optimizer), optimizer.param_groups
-        # Some fused optimizers count their steps by parameter group; all parts together are one step.
+        # Some fused optimizers count steps by parameter group; all parts together count as one step.
         before = [copy.copy(group.get("step")) for group in groups]
         after = list(before)
-        # The rest last: nothing has been updated yet where the first part cannot come.
+        # The rest comes last: if the first part fails to arrive, nothing has been updated.
         for name in itertools.chain(streamed, [OPTIMIZER]):
             members = self.rest if name == OPTIMIZER else waiting.pop(name)
             if members or not self.parts:
@@ -80,7 +80,7 @@ class OptimizerParts:
             raise RuntimeError(f"the states of {', '.join(waiting)} never came, so their parameters were not updated")
 
     def _by_group(self, optimizer: torch.optim.Optimizer) -> dict[str, list[list[Tensor]]]:
-        """Parameters of each part, and of the rest, in each of the optimizer's parameter groups; found in one pass."""
+        """Return the parameters of the rest and of each part, by the optimizer's parameter groups."""
         name_of = {id(parameter): name for name, members in self.members.items() for _, parameter in members}
         found: dict[str, list[list[Tensor]]] = {name: [[] for _ in optimizer.param_groups] for name in self.members}
         for number, group in enumerate(optimizer.param_groups):
@@ -91,11 +91,11 @@ class OptimizerParts:
 
 
 def num_streamed(sizes: Sequence[int], fraction: float) -> int:
-    """How many of the first parameters stream, so that their states are this share of all, at least.
+    """Return how many of the first parameters stream, so that they make up at least `fraction` of all sizes.
 
     Args:
-        sizes: Of the parameters, in any unit.
-        fraction: 0 for none.
+        sizes: Sizes of the parameters, in any unit.
+        fraction: Share that streams; 0 for none.
     """
     goal = fraction * sum(sizes)
     return next(num for num, size in enumerate(itertools.accumulate(sizes, initial=0)) if size >= goal)
@@ -108,17 +108,17 @@ def divide_optimizer(
     part_bytes: int | None,
     first_index: int = 0,
 ) -> OptimizerParts:
-    """Divide what streams into parts. Of these, those that are larger than asked for come in the middle.
+    """Divide the streamed parameters into parts, with parts larger than `part_bytes` in the middle.
 
-    While the first one comes nothing leaves, and while the last one leaves nothing comes: a large one would keep a
-    direction of the link idle.
+    Nothing leaves while the first part arrives, and nothing arrives while the last one leaves. A large part there would
+    keep one direction of the link idle for long.
 
     Args:
         parameters: (name, parameter) in the optimizer's order.
-        state_bytes: Bytes of one parameter's states.
-        num: So many of the first stream (`num_streamed`).
+        state_bytes: Returns the bytes of one parameter's states.
+        num: Number of first parameters that stream (`num_streamed`).
         part_bytes: Most bytes in one part, unless a single parameter has more; None for one part.
-        first_index: Number of the first part, where several optimizers follow each other.
+        first_index: Number of the first part; above 0 for the second of several optimizers.
     """
     limit_bytes = float("inf") if part_bytes is None else part_bytes
     parts: list[list[tuple[str, Tensor]]] = []

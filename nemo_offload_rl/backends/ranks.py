@@ -17,9 +17,9 @@ _NO_LIMIT = timedelta(days=365)
 
 
 def join_process_group(process: ProcessInfo, ends: ExitStack | None = None) -> None:
-    """Make the default process group unless there is one; if it was made here, it ends with `ends`.
+    """Make the default process group unless it exists; a group that is made here is destroyed by `ends`.
 
-    CPU tensors go through gloo also on a GPU machine, which checkpoints and counters use.
+    CPU tensors, such as those of checkpoints and counters, go through gloo on a GPU machine too.
     """
     if dist.is_initialized():
         return
@@ -39,7 +39,7 @@ def join_process_group(process: ProcessInfo, ends: ExitStack | None = None) -> N
 
 
 def limit_collectives(process: ProcessInfo) -> None:
-    """Give all process groups of this process the limit of `process`; torch's own is 10 minutes for NCCL."""
+    """Set `process.collective_timeout_s` for all process groups; torch's default is 10 minutes for NCCL."""
     for group in dist.distributed_c10d._world.pg_map:
         if dist.get_rank(group) >= 0:
             dist.distributed_c10d._set_pg_timeout(_timeout(process), group)
@@ -53,13 +53,13 @@ def _timeout(process: ProcessInfo) -> timedelta:
 def all_reduce(
     value: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None
 ) -> None:
-    """`dist.all_reduce`, which a rank alone leaves out: even its NCCL communicator would take memory of the GPU."""
+    """Call `dist.all_reduce` unless the group has one rank: its NCCL communicator would take GPU memory."""
     if dist.get_world_size(group) > 1:
         dist.all_reduce(value, op=op, group=group)
 
 
 def sum_over_ranks(values: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
-    """Sums over the ranks of a group, through `device`; a rank alone reads nothing from its device."""
+    """Sum each value over a group's ranks, through `device`; with one rank the device is not used."""
     if group.size() == 1:
         return [float(value) for value in values]
     total = torch.tensor(list(values), dtype=torch.float64, device=device)
@@ -68,7 +68,7 @@ def sum_over_ranks(values: Sequence[float], group: dist.ProcessGroup, device: to
 
 
 def max_over_ranks(value: int, group: dist.ProcessGroup, device: torch.device) -> int:
-    """The largest value over the ranks of a group, through `device`; a rank alone reads nothing from its device."""
+    """Return the largest value over a group's ranks, through `device`; with one rank the device is not used."""
     if group.size() == 1:
         return value
     largest = torch.tensor(value, dtype=torch.int64, device=device)
@@ -77,7 +77,7 @@ def max_over_ranks(value: int, group: dist.ProcessGroup, device: torch.device) -
 
 
 class Totals:
-    """Loss and metrics of the micro-batches of one optimizer step; nothing is read from the device until `reduce`."""
+    """Sums loss and metrics of one step's micro-batches; reads nothing from the device until `reduce`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -99,7 +99,7 @@ class Totals:
             self._values[name] = combine.get(self._op(name), torch.add)(self._values[name], value)
 
     def reduce(self, group: dist.ProcessGroup) -> tuple[float, dict[str, float]]:
-        """Over the data-parallel ranks; every rank gives the same metric names."""
+        """Return loss and metrics reduced over the data-parallel ranks; metric names must be equal on all ranks."""
         reduced = {}
         for op in (dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX):
             names = sorted(name for name in self._values if self._op(name) == op)

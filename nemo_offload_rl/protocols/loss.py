@@ -165,7 +165,7 @@ class WorkerGroup(Protocol):
     """All ranks of one kind of worker, in this process or behind Ray.
 
     Methods are passed unbound, such as `PolicyWorker.train`, and called by name, so a worker of another class needs
-    only a method of that name. Errors of a worker are raised in the caller; a worker that died raises `WorkerDiedError`.
+    only a method of that name. A worker's error is raised in the caller; a worker that died raises `WorkerDiedError`.
     """
 
     @property

@@ -1,4 +1,4 @@
-"""Hugging Face model folders: reading a config with overrides, and writing weights beside what loads them."""
+"""Hugging Face model folders: reads a config with overrides, and writes config, weights and tokenizer."""
 
 from __future__ import annotations
 
@@ -27,25 +27,24 @@ from nemo_offload_rl.models.rope import has_rotary_base, older_rope_keys, with_p
 from nemo_offload_rl.protocols.backend import COMPUTE_DTYPES
 from nemo_offload_rl.utils.liveness import show_progress
 
-MAX_FILE_BYTES = 5 * 10**9  # of one file of an export, as the hub's own writer has it
+MAX_FILE_BYTES = 5 * 10**9  # of one file of an export, as in the hub's own writer
 _TEMPLATE_FILE, _TEMPLATES_FOLDER = "chat_template.jinja", "additional_chat_templates"
 _EXTRA_LAYERS = "num_nextn_predict_layers"
 _TOKENIZER_CONFIG, _TEMPLATE_KEY = "tokenizer_config.json", "chat_template"
 
 
 def load_config(model_name: str, overrides: Mapping[str, Any]) -> Any:
-    """The model's Hugging Face config with `policy.hf_config_overrides` applied, as the engine applies them.
+    """Load the model's Hugging Face config and apply `policy.hf_config_overrides` as the engine does.
 
-    Rotary embeddings get the attention factor with which they were published, also where that is said in keys that only
-    engines read.
+    Rotary embeddings get their published attention factor, even if only keys that engines alone read give it.
 
     Raises:
-        UserError: The config cannot be read, or an override names no key of it or leaves the rotary base out.
+        UserError: The config cannot be read, or an override names an unknown key or leaves out the rotary base.
     """
     try:
         config = AutoConfig.from_pretrained(model_name)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, StrictDataclassError) as error:
-        reason = " ".join(str(error).split())  # of the model library, over several lines
+        reason = " ".join(str(error).split())  # the model library's message has several lines
         raise UserError(f"The config of policy.model_name={model_name} cannot be read: {reason}") from error
     known = config.to_dict()
     for key, value in overrides.items():
@@ -63,16 +62,15 @@ def load_config(model_name: str, overrides: Mapping[str, Any]) -> Any:
 
 
 def export_hf_folder(path: Path, weights: Iterable[tuple[str, Tensor]], config: Any, settings: PolicySettings) -> None:
-    """Write config, weights and the tokenizer of the run; every rank calls it, rank 0 writes.
+    """Write config, weights and tokenizer of the run; every rank calls it, rank 0 writes.
 
-    Rank 0 never has more of the weights in host memory than one file.
+    Rank 0 holds at most one file's weights in host memory.
 
     Args:
-        path: The folder; it appears whole.
-        weights: Full tensors by Hugging Face name as they are written, experts stacked or not; every rank goes through
-            them.
+        path: The folder; it appears when complete.
+        weights: Full tensors by Hugging Face name, in the type to write, experts stacked or not; every rank iterates.
         config: The model's Hugging Face config.
-        settings: Model, tokenizer, and the precision in which weights are written.
+        settings: Model, tokenizer, and the precision for config.json.
     """
     dtype = COMPUTE_DTYPES[settings.precision]
     is_writer, hub = dist.get_rank() == 0, HubNames(config.model_type)
@@ -91,15 +89,16 @@ def export_hf_folder(path: Path, weights: Iterable[tuple[str, Tensor]], config: 
 
 
 def export_config(config: Any, dtype: torch.dtype, weights: Iterable[str], folder: Path) -> None:
-    """Write config.json for readers with transformers 5 and for those of before: each key under both of its names.
+    """Write config.json for transformers 5 and older versions: each renamed key appears under both names.
 
-    Without the older names, `transformers` 4 reads `rope_theta` as 10000 without a word.
+    Without the older names, `transformers` 4 silently reads `rope_theta` as 10000.
 
     Args:
         config: The model's Hugging Face config.
-        dtype: Of the weights beside it.
-        weights: Their names. Layers for predicting several tokens are not trained, so the file does not promise them.
-        folder: Where the file goes.
+        dtype: Type of the exported weights.
+        weights: Names of the exported weights. Layers for multi-token prediction are not trained; if none is among
+            them, the config declares none.
+        folder: Folder for the file.
     """
     name = str(dtype).removeprefix("torch.")
     changed = {**config.to_dict(), "dtype": name}
@@ -111,14 +110,14 @@ def export_config(config: Any, dtype: torch.dtype, weights: Iterable[str], folde
     written = json.loads(path.read_text(encoding="utf-8"))
     other_names = {old: written[new] for old, new in config.attribute_map.items() if new in written}
     older = {"torch_dtype": name, **other_names, **older_rope_keys(written)}
-    again = type(config).from_dict(deepcopy({**older, **written}))  # which it changes
+    again = type(config).from_dict(deepcopy({**older, **written}))  # from_dict changes its argument
     if again.to_dict().get("rope_parameters") != config.to_dict().get("rope_parameters"):
-        del older["rope_scaling"]  # most families of transformers 5 take it for the settings of all layer types
+        del older["rope_scaling"]  # most families of transformers 5 apply it to all layer types
     path.write_text(json.dumps({**older, **written}, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 class _WeightWriter:
-    """Writes tensors into safetensors files of at most `MAX_FILE_BYTES`, each as soon as it is full."""
+    """Writes tensors into safetensors files of at most `MAX_FILE_BYTES`, each once it is full."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -127,7 +126,7 @@ class _WeightWriter:
         self._total_bytes = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take a tensor that nothing else writes to."""
+        """Add a tensor; nobody may change it afterwards."""
         held_bytes = sum(held.nbytes for held in self._tensors.values())
         if self._tensors and held_bytes + tensor.nbytes > MAX_FILE_BYTES:
             self._write()
@@ -140,7 +139,7 @@ class _WeightWriter:
         return [name for names in self._names for name in names]
 
     def close(self) -> None:
-        """Write the rest, give the files their names, and write the index if there are several."""
+        """Write the last file, give all files their names, and write the index if there are several."""
         self._write()
         if len(self._names) == 1:
             self._unnamed(0).rename(self._folder / "model.safetensors")
@@ -159,7 +158,7 @@ class _WeightWriter:
         path.touch()
         mode = path.stat().st_mode
         save_file(self._tensors, path, metadata={"format": "pt"})
-        path.chmod(mode)  # safetensors writes a temporary file that its user alone may read, and renames it
+        path.chmod(mode)  # safetensors renames a temporary file that only its owner may read
         self._names.append(list(self._tensors))
         self._tensors = {}
 
@@ -168,13 +167,13 @@ class _WeightWriter:
 
 
 def export_tokenizer(settings: TokenizerConfig, folder: Path) -> None:
-    """Write the tokenizer that the run uses: its own files as they are, with the run's chat template.
+    """Write the run's tokenizer: its own files unchanged, with the run's chat template.
 
-    All of its named templates are written, unless `settings` replaces them: the run then used that one for everything.
+    All of its named templates are written, unless `settings` has a template, which the run then used for everything.
 
     Args:
         settings: `name` is a folder or a hub's name.
-        folder: Where the files go.
+        folder: Folder for the files.
 
     Raises:
         UserError: A file of a hub's tokenizer cannot be fetched.

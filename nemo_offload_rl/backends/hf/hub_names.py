@@ -1,7 +1,7 @@
-"""How a family's checkpoints name and divide what `transformers` has as one parameter, as `transformers` itself says.
+"""Checkpoint names and pieces of a family's parameters, from the conversion rules of `transformers`.
 
-Experts of a layer are one parameter here and one tensor each in most checkpoints; some modules have other names there.
-Between policy and engine experts travel stacked under the checkpoint's name of the module
+A layer's experts are one parameter in `transformers` and one tensor per expert in most checkpoints; some modules have
+another name there. A refit sends the stacked experts under the checkpoint's name of their module
 (`generation/vllm/stacked_experts.py` has the form); an export divides them.
 """
 
@@ -16,13 +16,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor of a checkpoint, as a part of a parameter.
+    """A checkpoint's tensor that is a part of a parameter.
 
     Attributes:
-        name: In the checkpoint.
-        shape: There.
-        offsets: Where it begins in the parameter.
-        sizes: Its extent there, with a 1 for the dimension of the experts.
+        name: Name in the checkpoint.
+        shape: Shape in the checkpoint.
+        offsets: Offsets in the parameter.
+        sizes: Extent in the parameter, with a 1 for the dimension of the experts.
     """
 
     name: str
@@ -35,7 +35,7 @@ class HubNames:
     """The names of one family's checkpoints.
 
     Args:
-        model_type: As config.json has it.
+        model_type: `model_type` of config.json.
     """
 
     def __init__(self, model_type: str) -> None:
@@ -43,7 +43,7 @@ class HubNames:
         from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
         self._renamings: list[Any] = []
-        self._experts: dict[str, tuple[str, ...]] = {}  # end of a parameter's name to those of an expert's tensors
+        self._experts: dict[str, tuple[str, ...]] = {}  # end of a parameter's name -> ends of an expert's tensor names
         for rule in get_checkpoint_conversion_mapping(model_type) or ():
             if not isinstance(rule, WeightConverter):
                 self._renamings.append(rule.reverse_transform())
@@ -55,17 +55,17 @@ class HubNames:
             self._experts[stacked[stacked.index(".experts.") :]] = tuple(ends)
 
     def of(self, name: str) -> str:
-        """The checkpoint's name of a parameter; of stacked experts that of their module, and the parameter's own."""
+        """Return a parameter's checkpoint name; for stacked experts their module's, followed by the parameter's own."""
         for rule in reversed(self._renamings):
             name = rule.rename_source_key(name)[0]
         return name
 
     def pieces(self, name: str, shape: Sequence[int]) -> list[Piece]:
-        """The tensors that a parameter consists of.
+        """Return the checkpoint's tensors that make up a parameter.
 
         Args:
-            name: Of the parameter, or what `of` gave for it.
-            shape: Of the parameter.
+            name: Name of the parameter, or the result of `of` for it.
+            shape: Shape of the parameter.
         """
         place, end, own_name = self.of(name).partition(".experts.")
         ends = self._experts.get(end + own_name)
@@ -80,7 +80,7 @@ class HubNames:
         ]
 
     def divided(self, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of a checkpoint, views, that a whole parameter makes."""
+        """Yield the checkpoint's tensors, by name, as views of a whole parameter."""
         for piece in self.pieces(name, value.shape):
             where = tuple(slice(begin, begin + size) for begin, size in zip(piece.offsets, piece.sizes, strict=True))
             yield piece.name, value[where].view(piece.shape)

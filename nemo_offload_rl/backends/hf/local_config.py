@@ -1,4 +1,4 @@
-"""What rules between keys share. Those of a backend stand beside it, the others in `config/rules`."""
+"""Reads a model's local config.json, for the rules between keys (in the backends and in `config/rules`)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from nemo_offload_rl.keys.master import PolicyRun
 
 
 def local_model_config(cfg: PolicyRun) -> Mapping[str, Any] | None:
-    """The model's config.json with `policy.hf_config_overrides`; None for a broken folder.
+    """Return the model's config.json with `policy.hf_config_overrides`; None for a broken folder.
 
-    Of a hub's model it is known once a run has used it, or it was downloaded otherwise; None before.
+    Also None for a hub's model that has not been downloaded yet.
     """
     folder = local_folder(cfg.policy.model_name)
     if folder is None or not (path := folder / "config.json").is_file():

@@ -1,4 +1,4 @@
-"""Finding and checking the files of a Hugging Face model, with no model library, for use before any worker starts."""
+"""Finds and checks the files of a Hugging Face model without a model library, for use before any worker starts."""
 
 from __future__ import annotations
 
@@ -26,19 +26,18 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 _ONE_TOKENIZER_OF = ("tokenizer.json", "tokenizer.model", "vocab.json")
-# In the order in which `transformers` looks for them; other files beside them, such as `consolidated.safetensors`, are
-# not the model's.
+# In the order in which `transformers` looks for them; it ignores others, such as `consolidated.safetensors`.
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def is_hub_name(model_name: str) -> bool:
-    """Whether a name of the form `owner/name` that is no folder stands for a model hub's."""
+    """Tell whether a name is a model hub's: it has the form `owner/name` and is no folder."""
     is_path = model_name.startswith((".", "/", "~")) or Path(model_name).is_dir()
     return model_name.count("/") == 1 and not is_path
 
 
 def local_folder(model_name: str) -> Path | None:
-    """Where files of a model are on this host, perhaps not all of them; None for a hub's model that has no cache."""
+    """Return this host's folder with a model's files, maybe not all; None for a hub's model that is not cached."""
     if not is_hub_name(model_name):
         return Path(model_name)
     cached = try_to_load_from_cache(model_name, "config.json")
@@ -46,7 +45,7 @@ def local_folder(model_name: str) -> Path | None:
 
 
 def find_file(model_name: str, file_name: str) -> Path | None:
-    """A file of a model folder, or of a hub's model, fetched unless the cache has it; None if it cannot be had.
+    """Return a file of a model folder or of a hub's model, downloading it if needed; None if there is none.
 
     Raises:
         UserError: The hub refuses the model.
@@ -56,7 +55,7 @@ def find_file(model_name: str, file_name: str) -> Path | None:
         return path if path.is_file() else None
     try:
         return Path(hf_hub_download(model_name, file_name))
-    except EntryNotFoundError:  # also where neither the cache nor the network has it
+    except EntryNotFoundError:  # also if neither cache nor network has it
         return None
     except (OSError, ValueError) as error:
         raise UserError(
@@ -66,10 +65,10 @@ def find_file(model_name: str, file_name: str) -> Path | None:
 
 
 def find_weight_files(model_name: str) -> list[Path]:
-    """The files with a model's weights, as its index names them.
+    """Return the files with a model's weights, as its index names them.
 
     Raises:
-        UserError: There are none, or one that the index names is missing.
+        UserError: There are no weights, or a file that the index names is missing.
     """
     path = next((found for name in _WEIGHTS if (found := find_file(model_name, name)) is not None), None)
     if path is None:
@@ -88,7 +87,7 @@ def find_weight_files(model_name: str) -> list[Path]:
 
 
 def model_vocab_size(model_name: str, overrides: Mapping[str, Any]) -> int | None:
-    """Embeddings that a model has; None where its config.json leaves them to the model library's default.
+    """Return the number of a model's embeddings; None if config.json leaves it to the model library's default.
 
     Args:
         model_name: As for `read_model_config`.
@@ -98,10 +97,10 @@ def model_vocab_size(model_name: str, overrides: Mapping[str, Any]) -> int | Non
 
 
 def read_model_config(model_name: str) -> dict[str, Any]:
-    """What config.json has.
+    """Read the model's config.json.
 
     Raises:
-        UserError: There is none, or it is no JSON.
+        UserError: The file is missing or is not valid JSON.
     """
     path = find_file(model_name, "config.json")
     if path is None and is_hub_name(model_name):
@@ -123,9 +122,9 @@ def read_model_config(model_name: str) -> dict[str, Any]:
 
 
 def check_model_folder(model_name: str) -> None:
-    """Refuse a local folder that lacks its config, weights or tokenizer, or has a damaged file of weights.
+    """Refuse a local folder that lacks its config, weights or tokenizer, or has a damaged weight file.
 
-    Of a hub's model only the config is asked for: the rest may be large, and is fetched by the workers.
+    For a hub's model only the config is checked: workers download the rest, which may be large.
 
     Raises:
         UserError: The folder does not exist, or a part of the model is missing.
@@ -145,7 +144,7 @@ def check_model_folder(model_name: str) -> None:
 
 
 def _check_whole(path: Path) -> None:
-    """A copy that was cut off, and a pointer left by git-lfs, are shorter than their header says."""
+    """Refuse a safetensors file shorter than its header says: a partial copy, or a pointer left by git-lfs."""
     if path.suffix != ".safetensors":
         return
     try:

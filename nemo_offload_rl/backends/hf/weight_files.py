@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face model by name, read slice by slice: no file is held in memory."""
+"""Reads a Hugging Face model's tensors by name, slice by slice, without holding a file in memory."""
 
 from __future__ import annotations
 
@@ -21,31 +21,30 @@ from nemo_offload_rl.utils.liveness import show_progress
 
 logger = logging.getLogger(__name__)
 
-# Layers of old checkpoints have what the whole model computes now; `transformers` leaves it out as well.
+# Old checkpoints store these buffers, which the model now computes; `transformers` ignores them too.
 COMPUTED = r"rotary_emb\.inv_freq$"
 _FLOATS = {"F64", "F32", "F16", "BF16", torch.float64, torch.float32, torch.float16, torch.bfloat16}
-# The square of a larger weight is no float32: norms divide by infinity, and all gradients are 0.
+# The square of a larger weight overflows float32: norms divide by infinity, and all gradients are 0.
 LARGEST_WEIGHT = math.sqrt(torch.finfo(torch.float32).max)
 _READ_ERRORS = (OSError, RuntimeError, SafetensorError, pickle.UnpicklingError, EOFError)
 
 
 class WeightFiles:
-    """What the weights of a model folder, or of a hub's model, hold.
+    """The weights of a model folder or of a hub's model.
 
     A safetensors file is mapped for one slice and closed again, so that only the slice counts as this process's memory;
-    `held_open` keeps files mapped for several.
-    A `pytorch_model*.bin` stays mapped from its first tensor to the next file's; one of the format before torch 1.6
-    cannot be mapped and is read whole.
+    `held_open` keeps files mapped for several slices. A `pytorch_model*.bin` stays mapped until another one is read;
+    the format before torch 1.6 cannot be mapped and is read whole.
 
     Args:
         model_name: Folder or hub name.
-        paths: The files, where the reader's library chooses them; None for those that `transformers` would read.
+        paths: Files to read; None for those that `transformers` would read.
 
     Attributes:
         shapes: Shape of each tensor.
 
     Raises:
-        UserError: There are no weights, a file is damaged, or a tensor is no floating-point one.
+        UserError: There are no weights, a file is damaged, or a tensor is not floating-point.
     """
 
     def __init__(self, model_name: str, paths: Iterable[Path] | None = None) -> None:
@@ -64,15 +63,15 @@ class WeightFiles:
                 self._paths[name], self.shapes[name] = path, shape
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """A part of a tensor on the CPU, in the file's dtype; it may be a view of the mapped file.
+        """Read a part of a tensor to the CPU, in the file's dtype; it may be a view of the mapped file.
 
         Args:
             name: One of `shapes`.
-            offsets: Where the part begins, in each dimension.
-            sizes: Its extent, in each dimension.
+            offsets: Offset of the part in each dimension.
+            sizes: Extent of the part in each dimension.
 
         Raises:
-            UserError: The file cannot be read, or the part has a value that no weight can have.
+            UserError: The file cannot be read, or the part has NaN, infinity or a value above `LARGEST_WEIGHT`.
         """
         part = self._read(name, offsets, sizes)
         if (fault := fault_in(part)) is not None:
@@ -101,7 +100,7 @@ class WeightFiles:
 
     @contextmanager
     def held_open(self) -> Iterator[None]:
-        """Open each file once for all that is read meanwhile."""
+        """Keep each file open after its first read, within the context."""
         with ExitStack() as stack:
             self._held = stack, {}
             try:
@@ -110,7 +109,7 @@ class WeightFiles:
                 self._held = None
 
     def _header(self, path: Path) -> dict[str, tuple[tuple[int, ...], Any]]:
-        """Shapes and dtypes by name; a file that is shorter than it says is found here."""
+        """Return shapes and dtypes by name; refuses a file that is shorter than its header says."""
         try:
             if path.suffix == ".bin":
                 return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self._bin(path).items()}
@@ -136,10 +135,10 @@ class WeightFiles:
 
 @torch.no_grad()
 def fault_in(weights: Tensor) -> str | None:
-    """The value in a tensor that no weight can have; None where there is none."""
+    """Return, as text, a value that no weight can have (NaN or above `LARGEST_WEIGHT`); None if there is none."""
     if not weights.numel():
         return None
-    low, high = (float(value) for value in torch.aminmax(weights))  # NaN is both, where there is one
+    low, high = (float(value) for value in torch.aminmax(weights))  # with a NaN, both are NaN
     if math.isnan(low):
         return "NaN"
     largest = max(abs(low), abs(high))
@@ -167,7 +166,7 @@ def check_same_tensors(
     found: Mapping[str, Sequence[int]],
     harmless: Iterable[str] = (),
 ) -> None:
-    """Refuse weights whose names or shapes are not those of the model, in either direction.
+    """Refuse weights whose names or shapes differ from the model's.
 
     Args:
         model_name: For the message.
@@ -176,7 +175,7 @@ def check_same_tensors(
         harmless: Regular expressions of names that may be in the files only.
 
     Raises:
-        UserError: With the first difference, and how many there are.
+        UserError: Names the first difference, and how many there are.
     """
     fault = None
     if missing := sorted(wanted.keys() - found.keys()):

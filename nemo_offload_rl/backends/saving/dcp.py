@@ -1,7 +1,7 @@
 """Checkpoints in the format of torch.distributed.checkpoint, of any training state that lists its tensors by name.
 
-Nothing that a checkpoint holds is run: its pickles are read by unpicklers that know a few classes of data and refuse
-every other name (`_MetadataUnpickler`, and torch's own with `weights_only`).
+Loading runs no code from a checkpoint: its unpicklers accept a few data classes and refuse every other name
+(`_MetadataUnpickler`, and torch's own with `weights_only`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 METADATA_FILE = ".metadata"
 MODEL, OPTIMIZER = "model/", "optimizer/"
-MASTER = "/master"  # ends the names of fp32 masters, which are there before the first step
+MASTER = "/master"  # suffix of fp32 masters, which exist before the first step
 STEP_COUNT = "/step"
 _METADATA_CLASSES = (
     BytesStorageMetadata,
@@ -62,56 +62,58 @@ _FOREIGN = "it is of another model or optimizer: resume with the settings that w
 
 
 class TrainingState(Protocol):
-    """What a checkpoint is taken of, and read into."""
+    """The training state that a checkpoint saves and loads."""
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """Device of the parameters."""
         ...
 
     @property
     def groups(self) -> Sequence[str]:
-        """The optimizer's state groups: the one that stays through a step, then streamed parts."""
+        """The optimizer's state groups: first the group that stays on the device in a step, then the streamed parts."""
         ...
 
     def model_tensors(self) -> dict[str, Tensor]:
-        """Parameters by their names in the checkpoint, which begin with `MODEL`.
+        """Return parameters by their names in the checkpoint, which begin with `MODEL`.
 
-        A name that several ranks give stands for the same contents, of which one is written.
+        If several ranks give a name, their contents are the same and one copy is written.
         """
         ...
 
     def model_tensors_with(self, group: str) -> dict[str, Tensor]:
-        """Those of `model_tensors` that are on the device with one of `groups`; each is with one."""
+        """Return the `model_tensors` that are on the device together with `group`; each belongs to one of `groups`."""
         ...
 
     def optimizer_tensors(self, group: str) -> dict[str, Tensor]:
-        """Masters and states of one of `groups`, likewise, their names `OPTIMIZER` + parameter + "/" + state."""
+        """Return masters and states of one of `groups` by name: `OPTIMIZER` + parameter + "/" + state."""
         ...
 
     def values(self) -> dict[str, Any]:
-        """What is no tensor: the optimizer's settings and the schedule."""
+        """Return the state without tensors: the optimizer's settings and the schedule."""
         ...
 
     def set_values(self, values: Mapping[str, Any]) -> None:
-        """Take over what `values` gave when the checkpoint was written."""
+        """Restore the result of `values` from a checkpoint."""
         ...
 
     def make_optimizer_state(self, group: str, saved: Container[str]) -> None:
-        """Have the optimizer allocate the lazy states of one group, which are read next; changes no parameter.
+        """Make the optimizer allocate one group's states, which are read next; changes no parameter.
+
+        Only states that the optimizer would create in its first step are allocated here.
 
         Args:
             group: One of `groups`.
-            saved: `OPTIMIZER` + parameter of those that the checkpoint has lazy states of; others get none.
+            saved: `OPTIMIZER` + parameter, for each parameter whose states are in the checkpoint; others get none.
         """
         ...
 
     def rng_state(self) -> dict[str, Tensor]:
-        """This rank's random states by name."""
+        """Return this rank's random states by name."""
         ...
 
     def set_rng_state(self, states: Mapping[str, Tensor]) -> None:
-        """Take over what `rng_state` gave."""
+        """Restore a result of `rng_state`."""
         ...
 
 
@@ -119,8 +121,8 @@ class TrainingState(Protocol):
 class _Whole:
     """A value that is saved and read in one piece.
 
-    A dictionary would be taken apart, and of its keys only those read that the state at hand has: an optimizer that
-    counts steps in its parameter groups has no count before its first step.
+    A plain dictionary would be flattened, and only keys that the present state has would be read. An optimizer that
+    counts steps in its parameter groups would lose the count, which it lacks before its first step.
     """
 
     value: Any
@@ -130,21 +132,21 @@ class _Whole:
 
 
 class _FetchingPlanner(DefaultSavePlanner):
-    """A planner that gives the writer what was fetched for it, and forgets the tensors themselves."""
+    """A planner that hands fetched data to the writer and keeps no reference to the state's tensors."""
 
     def __init__(self) -> None:
         super().__init__()
         self._fetched: dict[MetadataIndex, Callable[[], Tensor | BytesIO]] = {}
 
     def fetch(self, plan: SavePlan, reader: StateReader) -> None:
-        """Fetch what this rank writes. Tensors that another rank writes are not read."""
+        """Fetch what this rank writes; tensors that another rank writes are not read."""
         for item in plan.items:
             found = self.lookup_object(item.index)
             if item.type == WriteItemType.BYTE_IO:
                 self._fetched[item.index] = _constant(self.transform_object(item, found))
             else:
                 self._fetched[item.index] = reader.fetch(item.index.fqn, found)
-        # The state must not be kept alive by a save that is being written.
+        # A running save must not keep the state alive.
         self.state_dict = {}
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | BytesIO:
@@ -153,7 +155,7 @@ class _FetchingPlanner(DefaultSavePlanner):
 
 
 class _SummedFiles(FileSystem):
-    """The file system, with the checksum of each file that is written, by name."""
+    """The file system; also computes a checksum of each written file, by name."""
 
     def __init__(self) -> None:
         self.checksums: dict[str, str] = {}
@@ -178,7 +180,7 @@ def _constant[T](value: T) -> Callable[[], T]:
 
 
 class StagedDcpSave:
-    """Implements `StagedSave`: the plan is made, and writing needs no other rank."""
+    """A `StagedSave` whose plan is made, so that writing needs no other rank."""
 
     def __init__(self, writer: FileSystemWriter, planner: _FetchingPlanner, plan: SavePlan, metadata: Metadata) -> None:
         self._writer = writer
@@ -193,7 +195,7 @@ class StagedDcpSave:
         self._results = self._writer.write_data(self._plan, self._planner).wait()
 
     def finish(self) -> None:
-        """Tell rank 0 what was written, which writes the metadata."""
+        """Gather all ranks' results on rank 0, which writes the metadata."""
         is_writer = dist.get_rank() == 0
         gathered: list[Any] | None = [None] * dist.get_world_size() if is_writer else None
         dist.gather_object(self._results, gathered)
@@ -210,9 +212,9 @@ def stage_save(folder: Path, state: TrainingState, reader: StateReader) -> Stage
     """Stage parameters, optimizer, schedule and this rank's random state; every rank calls it.
 
     Args:
-        folder: Exists already, empty.
-        state: What is saved.
-        reader: What tensors are read with.
+        folder: An existing empty folder.
+        state: The state to save.
+        reader: Reads the tensors.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     planner, writer = _FetchingPlanner(), FileSystemWriter(folder)
@@ -221,7 +223,7 @@ def stage_save(folder: Path, state: TrainingState, reader: StateReader) -> Stage
     writer.set_up_storage_writer(rank == 0, rank=rank)
     plans: list[Any] = [None] * world_size
     dist.all_gather_object(plans, writer.prepare_local_plan(planner.create_local_plan()))
-    # Every rank makes the same global plan out of the same local ones.
+    # All ranks make the same global plan from the same local plans.
     plans, metadata = planner.create_global_plan(plans)
     plan = planner.finish_plan(writer.prepare_global_plan(plans)[rank])
     planner.fetch(plan, reader)
@@ -229,7 +231,7 @@ def stage_save(folder: Path, state: TrainingState, reader: StateReader) -> Stage
 
 
 def state_tensors(state: TrainingState) -> dict[str, Tensor]:
-    """Every tensor of a state by its name in the checkpoint."""
+    """Return all tensors of a state by their names in the checkpoint."""
     found = state.model_tensors()
     for group in state.groups:
         found |= state.optimizer_tensors(group)
@@ -248,14 +250,14 @@ def _rng_entries(state: TrainingState) -> dict[str, Tensor]:
 
 
 def load_state(path: Path, state: TrainingState, streamed: Iterable[str] = ()) -> None:
-    """Read what `stage_save` wrote into the tensors that exist already; every rank calls it.
+    """Read what `stage_save` wrote into existing tensors; every rank calls it.
 
-    States of a streamed part are made and read while the part is on the device, so that no more of them is there than
-    in a step. Ranks may have different parts: each reads alone, and they agree on how that went at the end.
+    States of a streamed part are made and read while the part is on the device, so loading takes no more device memory
+    than a step. Ranks may have different parts, so each reads alone; errors are exchanged at the end.
 
     Args:
-        path: The folder.
-        state: Its parameters, and the states of its first group, are on the device.
+        path: Folder of the checkpoint.
+        state: The state to fill, with its parameters and first group's states on the device.
         streamed: Yields the name of each other group once its states are on the device.
 
     Raises:
@@ -267,7 +269,7 @@ def load_state(path: Path, state: TrainingState, streamed: Iterable[str] = ()) -
     has_rng = reader.entries.keys() >= random_states.keys()
     if not has_rng:
         logger.warning("checkpoint %s has no random state for rank %d; it keeps its seed", path, dist.get_rank())
-    # Replaced, or filled in place, by what is read.
+    # Reading replaces these values or fills them in place.
     values: dict[str, Any] = {**_whole_values(state.values())}
     names = list(values)
     values |= random_states if has_rng else {}
@@ -290,7 +292,7 @@ def load_state(path: Path, state: TrainingState, streamed: Iterable[str] = ()) -
 
 
 class _DataPlanner(DefaultLoadPlanner):
-    """A planner that reads values as data; torch's own unpickles them with whatever code they name."""
+    """A planner that reads values as data; torch's own planner unpickles them and so runs any code they name."""
 
     def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
         name = read_item.dest_index.fqn
@@ -305,7 +307,7 @@ class _DataPlanner(DefaultLoadPlanner):
 
 
 class _Reader(FileSystemReader):
-    """Reads tensors of one checkpoint, whose metadata is read once."""
+    """Reads tensors of one checkpoint; reads its metadata once."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -317,15 +319,15 @@ class _Reader(FileSystemReader):
         return self._metadata
 
     def read(self, entries: dict[str, Any]) -> None:
-        """Fill tensors in place, and replace values; calls no collective.
+        """Fill tensors in place, and replace other values; calls no collective.
 
         Raises:
-            CheckpointError: The checkpoint lacks one, has it in another shape, or is damaged.
+            CheckpointError: The checkpoint lacks an entry, has it in another shape, or is damaged.
         """
         _check_fits(self.folder, entries, self.entries)
         try:
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # told of every load without it
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # else logged at every load
                 load(entries, storage_reader=self, planner=_DataPlanner(), no_dist=True)
         except CheckpointException as error:
             cause, _ = next(iter(error.failures.values()))
@@ -336,12 +338,12 @@ class _Reader(FileSystemReader):
 
 
 def _read_alone(reader: _Reader, state: TrainingState, streamed: Iterable[str], others: dict[str, Any]) -> None:
-    """Everything that this rank needs, group by group, and then `others`."""
+    """Read everything that this rank needs: group by group, then `others`."""
     lazy = {
         name.rpartition("/")[0] for name in reader.entries if name.startswith(OPTIMIZER) and not name.endswith(MASTER)
     }
     first, waiting = state.groups[0], list(state.groups[1:])
-    # First, since Megatron's hybrid optimizer makes its states by a step that changes the parameters.
+    # Before reading: Megatron's hybrid optimizer makes its states by a step that changes the parameters.
     state.make_optimizer_state(first, lazy)
     reader.read({**state.model_tensors_with(first), **state.optimizer_tensors(first)})
     for group in streamed:
@@ -354,8 +356,8 @@ def _read_alone(reader: _Reader, state: TrainingState, streamed: Iterable[str], 
 
 
 def _check_nothing_is_left_over(reader: _Reader, prefix: str, tensors: Container[str]) -> None:
-    """Refuse what the checkpoint has under `prefix` and no rank has; a collective."""
-    # Some forms of an optimizer count steps for each parameter, others for a group of them.
+    """Refuse a checkpoint with entries under `prefix` that no rank has; a collective."""
+    # Step counts are left out: some optimizers count for each parameter, others for a parameter group.
     mine = [
         name
         for name in reader.entries
@@ -372,7 +374,7 @@ def _check_nothing_is_left_over(reader: _Reader, prefix: str, tensors: Container
 
 
 def saved_names(path: Path) -> list[str]:
-    """Names of what a checkpoint holds.
+    """Return the names of a checkpoint's entries.
 
     Raises:
         CheckpointError: `path` holds no checkpoint, or a damaged one.
@@ -381,7 +383,7 @@ def saved_names(path: Path) -> list[str]:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Reads what `.metadata` consists of, and raises `UnpicklingError` at any other name, which could be code."""
+    """Unpickles the classes of `.metadata`, and raises `UnpicklingError` at any other name, which could be code."""
 
     _KNOWN = frozenset(
         [
@@ -437,7 +439,7 @@ def _check_fits(path: Path, wanted: Mapping[str, Tensor], saved: Mapping[str, An
 
 
 def torch_rng_state(device: torch.device) -> dict[str, Tensor]:
-    """Torch's random states of the CPU and of a GPU."""
+    """Return torch's random states of the CPU and, if `device` is a GPU, of the GPU."""
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
@@ -445,7 +447,7 @@ def torch_rng_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_torch_rng_state(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Take over what `torch_rng_state` gave."""
+    """Restore a result of `torch_rng_state`."""
     torch.set_rng_state(states["cpu"])
     if device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)

@@ -1,4 +1,4 @@
-"""A rank's range of a flattened tensor, as torch.distributed.checkpoint writes it and reads it from any other split."""
+"""A rank's range of a flattened tensor, for torch.distributed.checkpoint to save, and to load with any other split."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 
 class FlatRange(Tensor):
-    """Stands in a checkpoint's state for a tensor `[num_elements]` of which this rank holds one range.
+    """A placeholder in a checkpoint's state for a tensor `[num_elements]` of which this rank holds one range.
 
-    Has the whole tensor's shape and no memory of its own; nothing is computed with it. The methods with underscores are
-    the protocol that torch.distributed.checkpoint asks of a tensor that is spread over ranks. Ranks that give the same
-    range hold copies of it, of which one is written.
+    It has the whole tensor's shape and no memory of its own, and supports no computation. The methods with underscores
+    are torch.distributed.checkpoint's protocol for a tensor that is spread over ranks. If several ranks give the same
+    range, one copy is written.
 
     Args:
         part: This rank's range, in a shape that can be viewed as one dimension.
-        offset: Where it begins.
-        num_elements: Size of the whole.
+        offset: First element of the range.
+        num_elements: Size of the whole tensor.
     """
 
-    # Sizes and types are read, and a mode that rewrites calls has nothing to do with that.
+    # Torch function modes must not intercept reads of sizes and types.
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     part: Tensor

@@ -1,4 +1,4 @@
-"""Folders that are complete or not there: written under another name by all ranks, then renamed by rank 0."""
+"""Folders that appear only when complete: all ranks write under another name, then rank 0 renames the folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nemo_offload_rl.errors import CheckpointError
 PARTIAL = ".partial"
 REPLACED = ".replaced"
 
-# How a writer fails: torch's zip writer hides the system's error in a RuntimeError.
+# Errors of a failed write; torch's zip writer hides the system's error in a RuntimeError.
 WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
 
 _PROBE_BYTES = 1 << 16
@@ -25,10 +25,10 @@ _NOT_WRITTEN = "{path} cannot be written{where} ({reason}); free space there, or
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """A folder for all ranks to write to, named `path` by rank 0 after the last rank has finished.
+    """Yield a folder for all ranks to write to; rank 0 names it `path` after the last rank has finished.
 
     Raises:
-        CheckpointError: A rank could not write; nothing is left of the folder.
+        CheckpointError: A rank could not write; the folder is removed.
     """
     new_partial(path)
     with completed_by_all(path):
@@ -37,14 +37,14 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 
 def partial_of(path: Path) -> Path:
-    """Where a folder is written before it has its name."""
+    """Return the temporary path under which the folder `path` is written."""
     return path.with_name(path.name + PARTIAL)
 
 
 def replace_folder(path: Path) -> None:
-    """Give the folder `partial_of(path)` its name, in place of an older one; what is under the name is always whole.
+    """Rename `partial_of(path)` to `path`, in place of an older folder; a folder at `path` is always complete.
 
-    The order matters to a process that dies in between: `recover_folders` undoes what it left.
+    The order matters: if the process dies in between, `recover_folders` restores the older folder.
     """
     replaced = path.with_name(path.name + REPLACED)
     if path.exists():
@@ -55,11 +55,11 @@ def replace_folder(path: Path) -> None:
 
 
 def recover_folders(parent: Path, pattern: str) -> None:
-    """Undo what saves left when their process died: drop partial folders, bring replaced ones back.
+    """Clean up after saves whose process died: remove partial folders, restore replaced ones.
 
     Args:
-        parent: Where the folders are.
-        pattern: Which names they have, such as `step_*`.
+        parent: The folder that holds them.
+        pattern: Pattern of their names, such as `step_*`.
     """
     for partial in parent.glob(pattern + PARTIAL):
         shutil.rmtree(partial, ignore_errors=True)
@@ -72,7 +72,7 @@ def recover_folders(parent: Path, pattern: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the names in a folder survive a loss of power."""
+    """Flush a folder's entries to disk, so that its names survive a power loss."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -81,12 +81,12 @@ def sync_folder(folder: Path) -> None:
 
 
 def not_written(error: BaseException, folder: Path) -> str:
-    """What to tell a user about a failed write into `folder`, in one line."""
+    """Return a one-line message for the user about a failed write into `folder`."""
     return _NOT_WRITTEN.format(path=folder, where="", reason=_why_not_written(error, folder))
 
 
 def _why_not_written(error: BaseException, folder: Path) -> str:
-    """The system's reason for a failed write, in words; from another write where the error does not have it."""
+    """Return the system's reason for a failed write; tries another write if the error lacks it."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.strerror:
@@ -119,9 +119,9 @@ def publish(path: Path) -> None:
 
 @contextmanager
 def completed_by_all(path: Path) -> Iterator[None]:
-    """Wait for every rank to leave the body. If one of them failed to write, all raise and the partial folder goes.
+    """Wait for every rank to leave the body; if any rank failed, remove the partial folder and raise on all ranks.
 
-    What is no failure to write is a bug: its rank raises it as it is.
+    An error outside of `WRITE_ERRORS` is a bug: its own rank raises it unchanged.
     """
     failure: BaseException | None = None
     text: str | None = None

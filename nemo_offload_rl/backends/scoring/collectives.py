@@ -1,4 +1,4 @@
-"""Collectives that gradients go back through."""
+"""Collectives with gradients."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 def sum_over(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over a group's ranks, all of which go on with it alike: the gradient of each part is the sum's."""
+    """All-reduce sum; backward returns the gradient unchanged, since every rank uses the same result."""
     return _Sum.apply(value, group)  # type: ignore[no-any-return]
 
 
 def gathered(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[ranks, ...] the tensors of a group's ranks, of one shape; each gets the sum of all ranks' gradients for it."""
+    """All-gather tensors of equal shape to [ranks, ...]; backward sums all ranks' gradients of each tensor."""
     return _Gather.apply(value, group)  # type: ignore[no-any-return]
 
 
@@ -35,7 +35,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        found = value.new_empty(group.size() * len(value), *value.shape[1:])  # the one form that gloo knows
+        found = value.new_empty(group.size() * len(value), *value.shape[1:])  # the only form that gloo supports
         dist.all_gather_into_tensor(found, value.contiguous(), group=group)
         return found.unflatten(0, (group.size(), len(value)))
 

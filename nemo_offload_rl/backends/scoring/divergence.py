@@ -1,14 +1,15 @@
-"""How far a student's next-token distribution is from a teacher's, from the student's logits, with gradient.
+"""Divergence of a student's next-token distribution from a teacher's, from the student's logits, with gradient.
 
 With s and t the student's and the teacher's probabilities at one position and w the weight of the forward KL, the
 divergence is w * KL(t || s) + (1 - w) * KL(s || t). The teacher is given
-- by its top-k logprobs and their tokens: both are renormalized over these tokens, or (`zero_outside_topk`) the student
-  keeps its probabilities and the teacher has `OUTSIDE_LOGPROB` everywhere else, as in NeMo-RL's `DistillationLossFn`;
-- by its logits over the whole vocabulary, of one chunk of positions.
-Generalized knowledge distillation (arXiv 2306.13649) at its ends beta = 0 and beta = 1 is w = 1 and w = 0.
+- by its top-k logprobs and their tokens: student and teacher are renormalized over these tokens, or, with
+  `zero_outside_topk`, the student keeps its probabilities and the teacher has `OUTSIDE_LOGPROB` everywhere else, as in
+  NeMo-RL's `DistillationLossFn`;
+- by its logits over the whole vocabulary, for one chunk of positions.
+w = 1 and w = 0 are beta = 0 and beta = 1 of generalized knowledge distillation (arXiv 2306.13649).
 
 Shape suffixes: N positions (any number of dimensions), V this rank's part of the vocabulary, K tokens of a top-k. All
-ranks that share a vocabulary get the same values; the gradient is that of this rank's columns.
+ranks that share a vocabulary get the same values; each gets the gradient of its own columns.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from nemo_offload_rl.protocols.loss import Divergence
 from nemo_offload_rl.protocols.vocab import VocabShard
 
 OUTSIDE_LOGPROB = -100.0
-"""The teacher's logprob outside of its top-k with `zero_outside_topk`: the logarithm of zero, but finite."""
+"""The teacher's logprob outside of its top-k with `zero_outside_topk`: a finite stand-in for log 0."""
 
 
 class TopK(NamedTuple):
     """A teacher's most likely tokens, the likeliest first.
 
     Attributes:
-        logprobs: [N, K] float32, of the whole vocabulary.
+        logprobs: [N, K] float32, normalized over the whole vocabulary.
         ids: [N, K] int32.
     """
 
@@ -40,7 +41,7 @@ class TopK(NamedTuple):
 
 
 def vocab_log_softmax(logits_NV: Tensor, temperature: float, shard: VocabShard) -> Tensor:
-    """[N, V] float32 logprobs of this rank's columns, a new tensor; without gradient."""
+    """Return [N, V] float32 logprobs of this rank's columns, a new tensor without gradient."""
     scaled_NV = logits_NV.to(torch.float32, copy=True)
     if temperature != 1.0:
         scaled_NV /= temperature
@@ -49,12 +50,12 @@ def vocab_log_softmax(logits_NV: Tensor, temperature: float, shard: VocabShard) 
 
 @torch.no_grad()
 def topk_logprobs(logits_NV: Tensor, k: int, temperature: float, shard: VocabShard) -> TopK:
-    """The k most likely tokens of the whole vocabulary, which has at least so many."""
+    """Return the k most likely tokens of the whole vocabulary, which must have at least k."""
     local = logits_NV.float().topk(min(k, logits_NV.shape[-1]), dim=-1)
     values_NK, ids_NK = local.values / temperature, local.indices + shard.start
     sum_N = _logsumexp(logits_NV.float() / temperature, shard)
     if shard.group is not None:
-        # Whoever is among the first k of all is among the first k of its own shard.
+        # The first k of all are among the first k of their shards.
         values_NK, ids_NK = (shard.side_by_side(value) for value in (values_NK, ids_NK))
         values_NK, places_NK = values_NK.topk(k, dim=-1)
         ids_NK = ids_NK.gather(-1, places_NK)
@@ -64,12 +65,12 @@ def topk_logprobs(logits_NV: Tensor, k: int, temperature: float, shard: VocabSha
 def topk_divergence(
     logits_NV: Tensor, teacher: TopK, divergence: Divergence, temperature: float, shard: VocabShard
 ) -> Tensor:
-    """[N] float32 divergence from a teacher of whom the top-k is known, with gradient."""
+    """Return [N] float32 divergence from a teacher whose top-k is known, with gradient."""
     teacher_NK = teacher.logprobs.log_softmax(-1)
     if divergence.zero_outside_topk:
         local_NK = teacher.ids.long() - shard.start
         is_mine_NK = (local_NK >= 0) & (local_NK < logits_NV.shape[-1])
-        # Tokens of other ranks are written into one column more, which is not looked at.
+        # Tokens of other ranks go into an extra column, which is dropped.
         places_NK = torch.where(is_mine_NK, local_NK, logits_NV.shape[-1])
         shape = (*logits_NV.shape[:-1], logits_NV.shape[-1] + 1)
         padded = logits_NV.new_full(shape, OUTSIDE_LOGPROB, dtype=torch.float32).scatter_(-1, places_NK, teacher_NK)
@@ -89,7 +90,7 @@ def full_divergence(
     *,
     teacher_temperature: float,
 ) -> Tensor:
-    """[N] float32 divergence from a teacher's logits of the same columns, with gradient."""
+    """Return [N] float32 divergence from a teacher's logits of the same columns, with gradient."""
     teacher_NV = vocab_log_softmax(teacher_NV, teacher_temperature, shard)
     return _dense_divergence(logits_NV, teacher_NV, divergence, temperature, shard)
 
@@ -101,9 +102,9 @@ def _dense_divergence(
 
 
 class _DenseDivergence(torch.autograd.Function):
-    """From the teacher's logprobs, whose memory is used up. The gradient is computed with the value, and kept.
+    """Divergence from the teacher's logprobs, which are overwritten; forward also computes the gradient.
 
-    Beside the logits there are at most three float32 tensors of their size at once, and then one of their own type.
+    In addition to the logits, forward needs three float32 tensors of their size; one tensor of their type is kept.
     """
 
     @staticmethod
@@ -129,7 +130,7 @@ class _DenseDivergence(torch.autograd.Function):
 
 
 def _picked(logits_NV: Tensor, ids_NK: Tensor, temperature: float, shard: VocabShard) -> Tensor:
-    """[N, K] float32 logits of these tokens over the temperature, whichever rank has them; with gradient."""
+    """Return [N, K] float32 logits / temperature of these tokens, from all ranks, with gradient."""
     local_NK = ids_NK - shard.start
     is_mine_NK = (local_NK >= 0) & (local_NK < logits_NV.shape[-1])
     found_NK = logits_NV.gather(-1, local_NK.clamp(0, logits_NV.shape[-1] - 1)).float() / temperature

@@ -1,9 +1,9 @@
-"""Triton kernels for logprobs of given tokens: one pass over the logits forward, one backward, nothing kept in fp32.
+"""Triton kernels for logprobs of given tokens: one pass over the logits forward, one backward, no fp32 copy.
 
-On demand the forward pass also sums what the entropy needs.
+The forward pass can also compute the sum for the entropy.
 
-In plain torch the same takes about ten passes over an fp32 copy of the logits, which for a vocabulary of 152,000 costs
-a third of a 0.6 B model's forward pass.
+Plain torch takes about ten passes over an fp32 copy of the logits; with a vocabulary of 152,000 that costs a third of a
+0.6 B model's forward pass.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 4096
-_LOWEST = tl.constexpr(-1e30)  # below every logit, and finite: the difference of two infinities is no number
+_LOWEST = tl.constexpr(-1e30)  # below every logit, and finite, since inf - inf is NaN
 
 
 @triton.jit
@@ -34,8 +34,8 @@ def _stats_kernel(
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * num_columns
     lane = tl.arange(0, BLOCK)
-    # Each lane keeps a maximum and sums of its own; they meet after the loop. `weighted` is the sum of
-    # exp(x - maximum) * (x - maximum), which with another maximum is both another factor and another difference.
+    # Each lane keeps its own maximum and sums, which are combined after the loop. `weighted` is the sum of
+    # exp(x - maximum) * (x - maximum); a new maximum changes both the factor and the difference.
     highest = tl.full([BLOCK], _LOWEST, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     weighted = tl.zeros([BLOCK], tl.float32)
@@ -80,14 +80,14 @@ def _gradient_kernel(
 def logit_stats(
     logits: Tensor, targets: Tensor, temperature: float, start: int, *, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Maximum, sum of exponentials below it, and the target's value of each row of logits / temperature.
+    """Return the maximum, the sum of exponentials and the target's value of each row of logits / temperature.
 
     Args:
         logits: [..., V] contiguous, any float type.
-        targets: [...] int64 ids; `start` is the id of column 0. A target in another shard gives the value 0.
+        targets: [...] int64 ids. A target in another shard gives the value 0.
         temperature: Above 0.
-        start: See `targets`.
-        with_entropy: Give the last of the results, which is None without.
+        start: Token id of column 0.
+        with_entropy: Also return the last result, which is None otherwise.
 
     Returns:
         Tensors [...] float32: max, sum of exp(x - max), x at the target, sum of exp(x - max) * (x - max).
@@ -102,7 +102,7 @@ def logit_stats(
             highest,
             total,
             picked,
-            total if weighted is None else weighted,  # not written without
+            total if weighted is None else weighted,  # a placeholder: not written without entropy
             num_columns,
             float(temperature),
             start,
@@ -121,7 +121,7 @@ def logit_gradient_(
     Args:
         logits: As in `logit_stats`.
         targets: As in `logit_stats`.
-        stats: [...] maximum of logits / temperature and log of the sum of exponentials below it, whole vocabulary.
+        stats: [...] over the whole vocabulary: max of x = logits / temperature, and log of the sum of exp(x - max).
         grad: [...] float32 gradient of the logprobs.
         temperature: As in `logit_stats`.
         start: As in `logit_stats`.

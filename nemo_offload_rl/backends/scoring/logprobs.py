@@ -1,8 +1,8 @@
 """Logprobs of given tokens from logits, computed in fp32, with one chunk of logits alive at a time.
 
-What is measured of the whole distribution (`TokenStat`) comes from the same pass over the logits, without gradient.
+A `TokenStat` comes from the same pass over the logits, without gradient.
 
-On a GPU the kernels of `logprob_kernels.py` read the logits as they are, so that they never exist in fp32.
+On a GPU the kernels of `logprob_kernels.py` read the logits in their own type, so no fp32 copy exists.
 
 Shape suffixes: B samples, S positions, V vocabulary (V is this rank's part under tensor parallelism).
 """
@@ -24,15 +24,15 @@ from nemo_offload_rl.protocols.vocab import VocabShard, is_drawn, without
 
 
 class TokenScores(NamedTuple):
-    """What is known of tokens, in float32 tensors of one shape.
+    """Scores of tokens, in float32 tensors of one shape.
 
-    A tuple, since FSDP and Megatron look for tensors in what a model returns.
+    A tuple, since FSDP and Megatron search a model's result for tensors.
 
     Attributes:
         logprobs: With gradient; -inf, without gradient, for a token that the filter leaves out.
-        stat: The `TokenStat` that was asked for, without gradient; None where none was.
-        whole: The logprobs over the whole vocabulary, with gradient; None where none were asked for, and without a
-            filter, where `logprobs` are that.
+        stat: The requested `TokenStat`, without gradient; None if none was requested.
+        whole: Logprobs over the whole vocabulary, with gradient; None if not requested, or if there is no filter, since
+            `logprobs` are over it then.
     """
 
     logprobs: Tensor
@@ -40,12 +40,12 @@ class TokenScores(NamedTuple):
     whole: Tensor | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> TokenScores:
-        """The same of each tensor."""
+        """Apply `change` to each tensor."""
         return TokenScores(*(None if value is None else change(value) for value in self))  # type: ignore[arg-type]
 
 
 class _TokenScores(torch.autograd.Function):
-    """log softmax(logits / temperature)[targets] and the stat; saves the logits as they came, not an fp32 copy."""
+    """Computes log softmax(logits / temperature)[targets] and the stat; saves the given logits, no fp32 copy."""
 
     @staticmethod
     def forward(
@@ -67,7 +67,7 @@ class _TokenScores(torch.autograd.Function):
         if stat is TokenStat.ACCURACY:
             stat_BS = (picked_BS == 0).float()
         elif stat is TokenStat.ENTROPY:
-            # -e log e in place, where e is exp of the shifted logits: no second tensor of the logits' size.
+            # -e log e in place, with e = exp(shifted logits): no second tensor of the logits' size.
             weighted_BS = torch.special.entr(shifted_BSV, out=shifted_BSV).sum(dim=-1)
             stat_BS = log_sum_BS + shard.reduce(weighted_BS, dist.ReduceOp.SUM) / sum_BS
         return _without_gradient(ctx, picked_BS - log_sum_BS, stat_BS)
@@ -76,7 +76,7 @@ class _TokenScores(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits_BSV, max_BS, log_sum_BS, index_BS1, is_mine_BS = ctx.saved_tensors
         grad_BS1 = grad_outputs[0].unsqueeze(-1)
-        # The same subtractions in the same order as forward, so that large logits lose no digits.
+        # Subtracts in the order of forward, so that large logits lose no digits.
         grad_BSV = _scaled(logits_BSV, ctx.temperature)
         grad_BSV -= max_BS.unsqueeze(-1)
         grad_BSV -= log_sum_BS.unsqueeze(-1)
@@ -88,7 +88,7 @@ class _TokenScores(torch.autograd.Function):
 
 
 def _scaled(logits_BSV: Tensor, temperature: float) -> Tensor:
-    """A fresh fp32 copy of the logits, divided by the temperature."""
+    """Return a new fp32 copy of the logits, divided by the temperature."""
     scaled = logits_BSV.to(torch.float32, copy=True)
     if temperature != 1.0:
         scaled /= temperature
@@ -102,7 +102,7 @@ def _without_gradient(ctx: Any, logprobs_BS: Tensor, stat_BS: Tensor | None) -> 
 
 
 class _FusedTokenScores(torch.autograd.Function):
-    """The same by Triton kernels. The logits' memory becomes the gradient's: only for logits without another user."""
+    """`_TokenScores` by Triton kernels; backward overwrites the logits, so nothing else may use them."""
 
     @staticmethod
     def forward(
@@ -148,15 +148,15 @@ def token_scores(
     stat: TokenStat | None = None,
     owns_logits: bool = False,
 ) -> TokenScores:
-    """Logprob of each target under softmax(logits / temperature), and a stat of that distribution.
+    """Compute the logprob of each target under softmax(logits / temperature), and a stat of that distribution.
 
     Args:
         logits_BSV: [B, S, V] any float type; this rank's vocabulary columns.
         targets_BS: [B, S] int64, ids in the whole vocabulary.
-        temperature: What the sampler divided its logits by; above 0.
-        shard: Which columns these are.
-        stat: What to measure beside; None for nothing.
-        owns_logits: The logits have no other user: on a GPU backward may write the gradient over them.
+        temperature: The sampler's temperature, above 0.
+        shard: The columns of `logits_BSV`.
+        stat: Stat to measure too; None for none.
+        owns_logits: Nothing else uses the logits, so on a GPU backward may overwrite them with the gradient.
 
     Returns:
         Tensors [B, S], equal on all ranks of `shard.group`.
@@ -178,10 +178,10 @@ def drawn_scores(
     stat: TokenStat | None = None,
     with_whole: bool = False,
 ) -> TokenScores:
-    """`token_scores` of logits without another user, over the tokens that a filter leaves.
+    """Compute `token_scores` over the tokens that a filter leaves; nothing else may use the logits.
 
-    A token that the filter leaves out has the probability 0: its logprob is -inf, without gradient. The engine can draw
-    such a token, because its logits differ from the policy's by rounding or by the age of its weights.
+    A token that the filter leaves out has probability 0: its logprob is -inf, without gradient. The engine can draw
+    such a token, since rounding or older weights make its logits differ from the policy's.
 
     Args:
         logits_NV: This rank's columns; backward may write over them.
@@ -189,8 +189,8 @@ def drawn_scores(
         temperature: As for `token_scores`.
         shard: As for `token_scores`.
         kept: The filter; None for the whole vocabulary.
-        stat: Of the distribution that the filter leaves.
-        with_whole: Logprobs over the whole vocabulary too, where there is a filter.
+        stat: Stat of the filtered distribution.
+        with_whole: If there is a filter, also compute logprobs over the whole vocabulary.
     """
     if kept is None:
         return token_scores(logits_NV, targets_N, temperature, shard, stat=stat, owns_logits=True)
@@ -216,13 +216,12 @@ def chunked_scores(
     kept: TokenFilter | None = None,
     with_whole: bool = False,
 ) -> TokenScores:
-    """Logprob of the target at each of N positions, which may be none at all, and a stat of the distribution there.
+    """Compute the logprob of the target at each of N >= 0 positions, and a stat of the distribution there.
 
     With a `chunk_size`, logits exist for that many positions at a time, and backward computes them again.
 
     Args:
-        output_layer: Hidden states of some positions to logits of this rank's vocabulary columns, of the shape of
-            their `targets` and V.
+        output_layer: Maps hidden states of some positions to logits [..., V] of this rank's vocabulary columns.
         hidden: [N, ...] last hidden states.
         targets: [N, ...] int64 token ids.
         temperature: See `token_scores`.
@@ -253,7 +252,7 @@ def chunked_scores(
 def measured_loss(
     loss_fn: LossFn, scores_BS: TokenScores, batch: TrainBatch, norm: LossNorm
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and metrics of a micro-batch, with its share of the mean of the stat that the loss asks for.
+    """Compute loss and metrics of a micro-batch, and its share of the mean of the loss's stat.
 
     Args:
         loss_fn: The loss.

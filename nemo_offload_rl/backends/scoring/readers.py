@@ -1,6 +1,6 @@
-"""What is computed of the last hidden states: scores of tokens, a teacher's top-k, divergences from a teacher.
+"""Functions of the last hidden states: scores of tokens, a teacher's top-k, divergences from a teacher.
 
-Logits exist here only, for one chunk of positions at a time, whichever backend the hidden states come from.
+For all backends, logits exist only here, for one chunk of positions at a time.
 
 Shape suffixes: N positions, V this rank's part of the vocabulary, K tokens of a top-k, H hidden size.
 """
@@ -31,12 +31,12 @@ from nemo_offload_rl.protocols.scoring import Head, OutputLayer, Positions, Read
 
 @dataclass(frozen=True)
 class ReadScores:
-    """Logprobs of the tokens, and a stat of the distribution there.
+    """Reads logprobs of the tokens, and a stat of the distribution there.
 
     Attributes:
-        stat: Which.
-        with_whole: Where tokens are drawn from some of the vocabulary: also their logprobs over all of it.
-        only_whole: No others.
+        stat: The stat; None for none.
+        with_whole: If a filter leaves a part of the vocabulary, also read logprobs over all of it.
+        only_whole: Ignore the filter: read logprobs over the whole vocabulary only.
     """
 
     stat: TokenStat | None = None
@@ -60,7 +60,7 @@ class ReadScores:
 
 @dataclass(frozen=True)
 class ReadTopK:
-    """The k most likely tokens before each token."""
+    """Reads the k most likely tokens at each token's position."""
 
     k: int
 
@@ -81,7 +81,7 @@ class HiddenStates(NamedTuple):
 
 @dataclass(frozen=True)
 class ReadHiddenStates:
-    """The last hidden states themselves."""
+    """Returns the last hidden states themselves."""
 
     def __call__(self, output_layer: OutputLayer, positions: Positions, head: Head) -> HiddenStates:
         """See `Reader`."""
@@ -90,10 +90,10 @@ class ReadHiddenStates:
 
 @dataclass(frozen=True)
 class ReadDivergences:
-    """Divergences of the student from what a batch has of its teacher.
+    """Reads divergences of the student from the teacher's data in a batch.
 
     Args:
-        divergence: Which.
+        divergence: The divergence to compute.
         batch: The micro-batch, on the device.
         teacher_head: Needed for a `HiddenStatesBatch`.
     """
@@ -103,7 +103,7 @@ class ReadDivergences:
     teacher_head: TeacherHead | None
 
     def __call__(self, output_layer: OutputLayer, positions: Positions, head: Head) -> DivergenceScores:
-        """See `Reader`; with gradient each chunk's logits are computed again in backward."""
+        """See `Reader`; backward computes each chunk's logits again."""
 
         def read(piece: Positions) -> DivergenceScores:
             logits_NV = output_layer(piece.hidden)
@@ -120,7 +120,7 @@ class ReadDivergences:
         return DivergenceScores(*(torch.cat(values) for values in zip(*found, strict=True)))
 
     def _compare(self, logits_NV: Tensor, places_N: Tensor, head: Head) -> tuple[Tensor, Tensor]:
-        """[N] divergences, and the share of the teacher's distribution that they are about."""
+        """Return [N] divergences, and [N] the known share of the teacher's distribution."""
 
         def at_places(value_BSK: Tensor) -> Tensor:
             return value_BSK.flatten(0, 1)[places_N]
@@ -147,7 +147,7 @@ class ReadDivergences:
 
 
 def reader_for(loss_fn: LossFn, batch: TrainBatch, teacher_head: TeacherHead | None) -> Reader:
-    """What a loss reads of a micro-batch that is on the device."""
+    """Return the reader that a loss needs for a micro-batch, which is on the device."""
     if not isinstance(loss_fn, DivergenceLoss):
         return ReadScores(loss_fn.token_stat, with_whole=isinstance(loss_fn, ReferenceLoss) and loss_fn.reads_whole)
     assert isinstance(batch, SampledBatch), type(batch)
@@ -155,7 +155,7 @@ def reader_for(loss_fn: LossFn, batch: TrainBatch, teacher_head: TeacherHead | N
 
 
 def read_loss(loss_fn: LossFn, scores_BS: Any, batch: TrainBatch, norm: LossNorm) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and metrics of a micro-batch from what `reader_for`'s reader found, [B, S]."""
+    """Compute loss and metrics of a micro-batch from the [B, S] results of `reader_for`'s reader."""
     if not isinstance(loss_fn, DivergenceLoss):
         return measured_loss(loss_fn, TokenScores(*scores_BS), batch, norm)
     scores_BS = DivergenceScores(*scores_BS)
