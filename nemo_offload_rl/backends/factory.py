@@ -21,7 +21,7 @@ from nemo_offload_rl.protocols.backend import ExpectedBytes, FrozenModel, Policy
 
 
 def expected_bytes(settings: PolicySettings, process: ProcessInfo) -> ExpectedBytes:
-    """Return what the backend's `expected_bytes` will, before anything is loaded; empty if only the backend knows.
+    """Predict the backend's `expected_bytes` before anything is loaded; empty if only the backend knows.
 
     Raises:
         UserError: The model's configuration cannot be read.

@@ -38,7 +38,7 @@ class OptimizerParts:
         return {OPTIMIZER: self.rest, **self.parts}
 
     def groups(self, states: Callable[[NamedTensors], Iterable[tuple[str, Tensor]]]) -> list[StateGroup]:
-        """Return the state group of the rest, then those of the parts.
+        """Return the state group of the rest, then one group per part.
 
         Args:
             states: Returns the named state tensors of some parameters; called at each transition.

@@ -29,7 +29,7 @@ class GenerationEngine(Protocol):
         ...
 
     def wait_for_room(self, tags: Sequence[str], beside_bytes: int = 0) -> bool:
-        """Wait until the devices have room for what `prepare_for_generation` would wake.
+        """Wait until the devices have room for `prepare_for_generation` with these tags.
 
         Args:
             tags: See `prepare_for_generation`.

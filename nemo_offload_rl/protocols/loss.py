@@ -73,7 +73,7 @@ class ReferenceLoss(ABC):
     @property
     @abstractmethod
     def reads_whole(self) -> bool:
-        """Whether the loss reads `whole_logprobs_BS`."""
+        """True if the loss reads `whole_logprobs_BS`."""
 
     @abstractmethod
     def __call__(

@@ -1,9 +1,9 @@
-"""Inputs of recomputed layers on the host between a micro-batch's forward and backward pass.
+"""Offloads the inputs of recomputed layers to the host between a micro-batch's forward and backward pass.
 
-With activation checkpointing a layer keeps nothing but its input for the backward pass. The input is copied to the host
-while the layer computes, and its device memory is free when the layer ends. It comes back, bit for bit the same, while
-the layer above is in its backward pass. With 8 B parameters and 32,768 tokens this saves 8.2 GiB at no cost of speed
-(docs/measurements/large-models.md); all else that layers keep crosses the link more slowly than it is recomputed.
+With activation checkpointing a layer keeps only its input for the backward pass. The input is copied to the host while
+the layer computes, and its device memory is free when the layer ends. It comes back unchanged during the backward pass
+of the layer above. With 8 B parameters and 32,768 tokens this saves 8.2 GiB at no cost of speed
+(docs/measurements/large-models.md). Other activations are recomputed faster than they are copied.
 
 Hooks for saved tensors: https://docs.pytorch.org/tutorials/intermediate/autograd_saved_tensors_hooks_tutorial.html
 """
@@ -26,16 +26,16 @@ from nemo_offload_rl.residency import HostArena, HostBlock, ResidencyError, alig
 
 logger = logging.getLogger(__name__)
 
-_SPARE = 1.5  # for a micro-batch whose graph still lives
+_SPARE = 1.5  # room for a previous micro-batch whose graph still exists
 _GIB = 2**30
 
 
 class ActivationOffloading:
-    """Moves layer inputs between a device and an arena of its own.
+    """Moves layer inputs between a device and its own host arena.
 
     Args:
-        host_limit_bytes: Host memory to take, at the first input. Inputs that do not fit stay on the device.
-        device: Where the model computes.
+        host_limit_bytes: Host memory to reserve at the first input. Inputs that do not fit stay on the device.
+        device: The model's device.
     """
 
     def __init__(self, host_limit_bytes: int, device: torch.device) -> None:
@@ -44,23 +44,23 @@ class ActivationOffloading:
         self._arena = HostArena(new_region_on(device), self._limit_bytes)
         is_gpu = device.type == "cuda"
         self._out, self._in = (torch.cuda.Stream(device) if is_gpu else None for _ in range(2))
-        self._last: weakref.ref[KeptInput] | None = None  # of the present forward pass
-        self._unused: list[HostBlock] = []  # of inputs that nothing refers to any more
+        self._last: weakref.ref[KeptInput] | None = None  # last input of the present forward pass
+        self._unused: list[HostBlock] = []  # blocks of inputs that are no longer referenced
         self._is_full = False
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that is taken."""
+        """Bytes of reserved host memory."""
         return self._arena.reserved_bytes
 
     def close(self) -> None:
-        """Return the host memory."""
+        """Free the host memory."""
         self._take_back()
-        with suppress(ResidencyError):  # the traceback of a pass that raised may still refer to its graph
+        with suppress(ResidencyError):  # a failed pass's traceback may still hold its graph
             self._arena.close()
 
     def attach(self, layers: Sequence[Any]) -> None:
-        """Have the inputs of checkpointed layers move as passes run through them.
+        """Hook into checkpointed layers, so that passes offload their inputs.
 
         The last layer's input stays: its backward pass comes first.
 
@@ -80,14 +80,14 @@ class ActivationOffloading:
 
         Args:
             hidden: The input.
-            below: The input of the layer before, whose backward pass comes next.
-            stays: Only have `below` come back in time.
+            below: The input of the layer before, which `read` brings back early.
+            stays: Keep this input on the device.
         """
         moves = not stays and hidden.is_contiguous() and hidden.device.type == self.device.type
         block = self._block_of(hidden.nbytes) if moves else None
         kept = KeptInput(hidden, below, self, block)
         if block is not None:
-            # In a list: a graph may go at any time, also while the arena is at work.
+            # Only listed here: a graph may be freed at any time, even while the arena is at work.
             weakref.finalize(kept, self._unused.append, block).atexit = False
         return kept
 
@@ -130,13 +130,13 @@ class ActivationOffloading:
             self._arena.free(self._unused.pop())
 
     def copy(self, target: Tensor, source: Tensor) -> torch.cuda.Event | None:
-        """Copy between host and device after all that the compute stream has been given; the event follows the copy."""
+        """Copy between host and device after all work queued on the compute stream; the event marks the copy's end."""
         if self._out is None or self._in is None:
             target.copy_(source)
             return None
         stream, other = (self._in, self._out) if target.is_cuda else (self._out, self._in)
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        stream.wait_stream(other)  # which may still read or write the host's side
+        stream.wait_stream(other)  # it may still use the host memory
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
             event = torch.cuda.Event()
@@ -144,7 +144,7 @@ class ActivationOffloading:
         return event
 
     def wait(self, copied: torch.cuda.Event | None) -> None:
-        """Have the compute stream wait for a copy."""
+        """Make the compute stream wait for a copy."""
         if copied is not None:
             torch.cuda.current_stream(self.device).wait_event(copied)
 
@@ -154,9 +154,9 @@ class KeptInput:
 
     Args:
         hidden: The input, on the device.
-        below: That of the layer before, which is to come back when this one is read.
-        offloading: Moves it.
-        block: Host memory for it; None where it stays on the device.
+        below: The input of the layer before, which begins to come back when this one is read.
+        offloading: Moves the input.
+        block: Host memory for the input; None if it stays on the device.
     """
 
     def __init__(
@@ -176,13 +176,13 @@ class KeptInput:
             self._copied = offloading.copy(self._on_host, hidden.detach())
 
     def release(self) -> None:
-        """Let later kernels have the device's memory; the layer has been computed."""
+        """Free the device memory for later kernels, once the layer has been queued."""
         if self._on_host is not None and self._offloading is not None:
             self._offloading.wait(self._copied)
             self._on_device = None
 
     def read(self) -> Tensor:
-        """The input on the device; the one below begins to come back. The caller holds the only reference to it."""
+        """Return the input on the device, without keeping a reference, and begin to bring back the one below."""
         hidden = self._come()
         if self._below is not None:
             self._below._come()
@@ -199,7 +199,7 @@ class KeptInput:
 
 
 def _pack(kept: KeptInput, address: int, shape: torch.Size, tensor: Tensor) -> Any:
-    """Replace the input by its handle; autograd keeps this function too, so it must not refer to the input itself."""
+    """Replace the input by its handle; autograd keeps this function, so it must not hold the input itself."""
     return kept if tensor.data_ptr() == address and tensor.shape == shape else tensor
 
 
@@ -208,7 +208,7 @@ def _unpack(packed: Any) -> Tensor:
 
 
 def host_bytes_at_most(settings: PolicySettings, num_layers: int, hidden_size: int) -> int:
-    """Host memory that layer inputs of a micro-batch can take, in bytes; at most the limit of the configuration."""
+    """Return the most host bytes that layer inputs of a micro-batch can take, within the configured limit."""
     config = settings.dtensor_cfg
     if not config.activation_offload:
         return 0

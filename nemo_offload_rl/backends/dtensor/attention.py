@@ -1,8 +1,8 @@
-"""Attention by kernels that need no mask, wherever the model allows it.
+"""Attention by kernels that need no mask, if the model allows it.
 
-Hugging Face looks at every batch's positions to decide about a mask, for which the host waits for the GPU, and where
-rows are packed it makes one of the whole row, [1, 1, T, T]: memory and time in T squared, and no flash attention. For
-an implementation that is registered without a mask function it makes none.
+To decide about a mask, Hugging Face reads every batch's positions, for which the host waits for the GPU. For a packed
+row it makes a mask [1, 1, T, T], which takes memory and time in T squared and excludes flash attention. It makes none
+for an implementation that is registered without a mask function.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from nemo_offload_rl.models.families import (
 )
 
 MASKED = "sdpa"
-CAPPED = "eager"  # the others leave soft-caps of scores out, without a word
+CAPPED = "eager"  # the others silently ignore soft-caps of scores
 CAUSAL = "nemo_offload_rl_causal"
 PACKED = "nemo_offload_rl_packed"
 CONTEXT = "nemo_offload_rl_context"
 SINKS = "nemo_offload_rl_sinks"
 TAKES_BOUNDS = (PACKED, SINKS)
-"""Attention that gets the bounds of the rows in a packed row; other kinds see them from positions."""
+"""Attention that gets the bounds of the sequences in a packed row; other kinds find them by positions."""
 
-_SPARE = 8  # numbers that heads get for sinks; kernels want their sizes in multiples of it
+_SPARE = 8  # added head dimensions for sinks; kernels need multiples of 8
 
 
 def choose_attention(
@@ -45,17 +45,17 @@ def choose_attention(
     packs: bool,
     shares_rows: bool = False,
 ) -> str:
-    """The name by which `transformers` finds the attention for a model.
+    """Register the attention for a model with `transformers`, and return its name.
 
     Args:
-        config: The model's; layers with a sliding window need Hugging Face's masks, soft-caps its plain products,
-            sinks what is here.
-        device: Where it runs.
-        compute_dtype: In which precision: the kernel for packed rows knows 16-bit numbers on a GPU only.
-        longest: Tokens that no row exceeds, padding aside; a window of that size is none.
-        packs: Whether rows are packed, else they are padded on the right. A model that does not tell its attention
-            where packed rows begin gets Hugging Face's masks, which are made of positions.
-        shares_rows: Whether ranks share each row, which excludes soft-caps, sinks and packed rows.
+        config: The model's config. Sliding windows need Hugging Face's masks, soft-caps its eager attention, and sinks
+            this module's attention.
+        device: The model's device.
+        compute_dtype: Type of passes; the kernel for packed rows supports 16-bit types on a GPU only.
+        longest: Most tokens of a row, without padding; a window of that size is ignored.
+        packs: Rows are packed; else they are padded on the right. A model that does not pass bounds to its attention
+            gets Hugging Face's masks, which are made from positions.
+        shares_rows: Ranks share each row; excludes soft-caps, sinks and packed rows.
     """
     if shares_rows:
         AttentionInterface.register(CONTEXT, context_attention)
@@ -89,9 +89,9 @@ def _packed_attention(
     max_length_q: int,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one row: query [1, heads, T, D], key and value [1, kv heads, T, D]; returns [1, T, heads, D].
+    """Attend in one packed row: query [1, heads, T, D], key and value [1, kv heads, T, D]; returns [1, T, heads, D].
 
-    Values may have fewer numbers than D (DeepSeek-V3); the kernel gets zeros for the rest.
+    Values may be smaller than D (DeepSeek-V3); they are padded with zeros for the kernel.
     """
     value_dim = value.shape[-1]
     value = F.pad(value, (0, query.shape[-1] - value_dim))
@@ -127,21 +127,21 @@ def _attention_with_sinks(
     cu_seq_lens_q: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention whose softmax has a learned score more for each head, which takes its share and gives nothing.
+    """Compute attention with a sink: a learned score for each head that takes part in the softmax and adds no value.
 
-    It is one key more, which all tokens see and whose value is 0: queries get a further number, a 1, for which this key
-    has the head's score and the others have 0. So any kernel that takes masks computes it, gradients included.
+    The sink is an extra key that all tokens see, with value 0. Queries get an extra dimension, a 1, in which this key
+    has the head's score and all others have 0. So any kernel that takes masks computes it, gradients included.
 
     Args:
-        module: With `sinks`, [heads].
+        module: The attention module, with `sinks` [heads].
         query: [B, heads, S, D].
         key: [B, kv heads, S, D].
         value: [B, kv heads, S, D].
         attention_mask: None; masks are made here, since gpt-oss asks for none of packed rows.
-        scaling: Of scores, the sinks' excepted.
-        sliding_window: Tokens that each sees, itself included; None for all before it.
-        dropout: Of weights.
-        cu_seq_lens_q: [rows + 1] where the rows of a packed row begin; None for padded rows.
+        scaling: Factor of the scores, except the sinks'.
+        sliding_window: Tokens that each token sees, itself included; None for all up to itself.
+        dropout: Share of attention weights that are dropped.
+        cu_seq_lens_q: [sequences + 1] starts of the sequences in a packed row; None for padded rows.
         kwargs: Arguments for other implementations; not read.
 
     Returns:
@@ -161,7 +161,7 @@ def _attention_with_sinks(
 
 
 def _seen(num_tokens: int, window: int | None, bounds: Tensor | None, device: torch.device) -> Tensor:
-    """[T, T] bool: which tokens each token sees."""
+    """Return [T, T] bool: the tokens that each token sees."""
     seen_TT = seen_keys(num_tokens, num_tokens, window, device)
     if bounds is not None:
         row_T = torch.bucketize(torch.arange(num_tokens, device=device), bounds, right=True)

@@ -1,7 +1,7 @@
 """The DTensor backend: one rank's part of a Hugging Face model, its optimizer and its schedule.
 
 Parameters, gradients and optimizer state are fp32; FSDP casts to `policy.precision` as it gathers a layer. Between
-calls every parameter is sharded: gathered copies would hold old weights after a load, and memory while offloaded.
+calls no parameter is gathered: gathered copies would be outdated after a load, and take memory while offloaded.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ logger = logging.getLogger(__name__)
 
 
 class DTensorBackend:
-    """See `PolicyBackend`.
+    """The `PolicyBackend` on DTensor.
 
     Args:
         settings: The policy's settings.
-        process: This rank; the process group is joined, or made, here. One that was made ends with an error here too.
+        process: This rank. A process group is made here unless one exists, and destroyed if the constructor fails.
     """
 
     def __init__(self, settings: PolicySettings, process: ProcessInfo) -> None:
@@ -85,10 +85,10 @@ class DTensorBackend:
             self._made = made.pop_all()
 
     def _build(self, process: ProcessInfo) -> None:
-        """Everything that needs the process group."""
+        """Build everything that needs the process group."""
         settings, on_gpu = self._settings, self._device.type == "cuda"
         if settings.deterministic:
-            # torch's attention repeats only where no operation is let through with a warning.
+            # Without `warn_only`: torch's attention is deterministic only then.
             torch.use_deterministic_algorithms(True)
         self._built = BuiltModel(settings, process)
         self._hub_names = HubNames(self._built.config.model_type)
@@ -116,7 +116,7 @@ class DTensorBackend:
 
     @property
     def device(self) -> torch.device:
-        """Device of parameters that are not offloaded."""
+        """Device of the parameters while they are not offloaded."""
         return self._device
 
     def _named_trainable(self) -> list[tuple[str, nn.Parameter]]:
@@ -128,10 +128,10 @@ class DTensorBackend:
     # -- state -----------------------------------------------------------------------------------------------------
 
     def state_groups(self) -> Sequence[StateGroup]:
-        """`params` (buffers included), `grads`, `optimizer` and its streamed parts.
+        """Return `params` (buffers included), `grads`, `optimizer` and its streamed parts.
 
-        With adapters `params` are the adapters, and `base` has the model's own parameters and the buffers. With
-        `cpu_offload` each part of the model has a group of parameters, one of gradients and one of states.
+        With adapters, `params` has the adapters and `base` the model's own parameters and buffers. With `cpu_offload`,
+        each part of the model has a group of parameters, one of gradients and one of states.
         """
 
         def frozen() -> Iterator[tuple[str, Tensor]]:
@@ -166,11 +166,11 @@ class DTensorBackend:
         )
 
     def activation_host_bytes(self) -> int:
-        """By `policy.dtensor_cfg.activation_offload`."""
+        """Return the host bytes for `policy.dtensor_cfg.activation_offload`; 0 without it."""
         return host_bytes_at_most(self._settings, len(self._built.layers), self._built.config.hidden_size)
 
     def expected_bytes(self) -> dict[str, int]:
-        """Host bytes of each row of the plan, optimizer states included."""
+        """Return host bytes of each row of the residency plan, optimizer states included."""
         sizes = {
             group.name: sum(aligned(record.storage.nbytes()) for record in unique_storages(group.tensors()).values())
             for group in self.state_groups()
@@ -183,7 +183,7 @@ class DTensorBackend:
         return {**sizes, **optimizer_row_bytes(self._settings, trained, elements, self._device)}
 
     def use_parts(self, passing: PassingParts) -> None:
-        """See `PolicyBackend`; reads their weights."""
+        """See `PolicyBackend`; reads the parts' weights from the model's files."""
         for index, part in enumerate(self._built.parts):
             with passing.filled(index):
                 self._built.read_part(part)
@@ -212,8 +212,8 @@ class DTensorBackend:
         for index, micro_batch in enumerate(micro_batches):
             before_micro_batch(index)
             if self._rank_info.world_size == 1:
-                # One rank's whole gradients take no more memory than its part of them: they are "reduced" once, at the
-                # end. With more ranks they would.
+                # With one rank, unreduced gradients take no more memory than reduced ones, so they are reduced once, at
+                # the end.
                 self._built.fsdp_root.set_requires_gradient_sync(index == len(micro_batches) - 1)
             batch, rows = self._built.on_device(micro_batch)
             reader = reader_for(loss_fn, batch, self._teacher_head)
@@ -227,7 +227,7 @@ class DTensorBackend:
     def evaluate(
         self, micro_batches: Sequence[TrainBatch], loss_fn: LossFn, norm: LossNorm
     ) -> tuple[float, dict[str, float]]:
-        """Loss and metrics without gradients, dropout off."""
+        """Compute loss and metrics without gradients, dropout off."""
         totals = Totals(self._device)
         with self._built.reading():
             if self._layerwise is not None:
@@ -248,7 +248,7 @@ class DTensorBackend:
 
     @property
     def vocab_size(self) -> int:
-        """Columns of the logits on all ranks."""
+        """Number of the logits' columns, over all ranks."""
         return self._built.config.vocab_size
 
     @property
@@ -257,7 +257,7 @@ class DTensorBackend:
         return self._built.head.shard
 
     def logprobs(self, micro_batches: Sequence[TokenBatch], *, whole: bool = False) -> list[Tensor]:
-        """[B, S] float32 logprobs of each micro-batch's scored tokens on the CPU, dropout off."""
+        """Compute [B, S] float32 logprobs of each micro-batch's scored tokens, on the CPU, dropout off."""
         reader = ReadScores(only_whole=whole)
         with self._built.reading():
             if self._layerwise is not None:
@@ -267,20 +267,20 @@ class DTensorBackend:
                 for micro_batch in micro_batches:
                     batch, rows = self._built.on_device(micro_batch)
                     found.append(self._built.module(batch.input_ids, rows, reader))
-        return [scores_BS.logprobs.cpu() for scores_BS in found]  # at the end: each of these waits for the device
+        return [scores_BS.logprobs.cpu() for scores_BS in found]  # at the end, since each copy waits for the device
 
     def drop_grads(self) -> None:
-        """Forget gradients and gathered parameters."""
+        """Drop gradients and gathered parameters."""
         if self._layerwise is None:
             self._built.drop_grads()
         else:
             self._layerwise.drop()
 
     def optim_step(self, streamed: Iterable[str] = ()) -> StepResult:
-        """Clip, update and drop the gradients; skipped if their norm is not finite."""
+        """Clip, update and drop the gradients; skip the update if their norm is not finite."""
         known = {} if self._layerwise is None else self._layerwise.norms
         norm = optim.global_grad_norm(self._trainable(), self._built.tp_rank, self._device, known)
-        grad_norm = float(norm)  # the same on every rank, and so is what it decides
+        grad_norm = float(norm)  # equal on all ranks, so all decide the same
         learning_rate = float(self._optimizer.param_groups[0]["lr"])
         is_finite = math.isfinite(grad_norm)
         limit = self._settings.max_grad_norm
@@ -300,24 +300,24 @@ class DTensorBackend:
         return StepResult(grad_norm, learning_rate, is_skipped=not is_finite)
 
     def advance_schedule(self) -> None:
-        """One tick of `policy.scheduler`."""
+        """Advance `policy.scheduler` by one step."""
         self._schedule.step()
 
     def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
-        """Sums over the data-parallel ranks."""
+        """Sum each value over the data-parallel ranks."""
         return sum_over_ranks(values, self._dp_group, self._device)
 
     def all_reduce_max(self, value: int) -> int:
-        """The largest value over the data-parallel ranks."""
+        """Return the largest value over the data-parallel ranks."""
         return max_over_ranks(value, self._dp_group, self._device)
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
     def clear_caches(self) -> None:
-        """Nothing: no pass leaves anything behind here."""
+        """Do nothing: passes of this backend leave nothing on the device."""
 
     def weight_specs(self) -> list[WeightSpec]:
-        """Names, shapes and types of `named_weights`, without touching data."""
+        """Return names, shapes and types of `named_weights`, without touching data."""
         shapes = [(name, tuple(param.shape)) for name, param in self._parameters]
         if self._lora is not None:
             shapes = self._lora.shapes()
@@ -326,16 +326,16 @@ class DTensorBackend:
         return specs + [WeightSpec(self._hub_names.of(name), tuple(it.shape), it.dtype) for name, it in buffers]
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors, parameters in the compute dtype, one at a time; tied tensors once; a collective over all ranks.
+        """Yield full tensors one by one, parameters in the compute dtype, tied ones once; a collective over all ranks.
 
-        Adapters are merged into the weights that they belong to. Parameters that pass through the device are float32.
+        Adapters are merged into their weights. Parameters that pass through the device (`cpu_offload`) are float32.
         """
         weights = self._own_weights() if self._lora is None else self._lora.merged(self._compute_dtype)
         for name, weight in chain(weights, self._built.weight_buffers()):
             yield self._hub_names.of(name), weight
 
     def _own_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters that pass through the device come and go as they are asked for."""
+        """Yield full parameters; with `cpu_offload`, bring each part to the device while it is read."""
         dtype = self._compute_dtype
         part_of = {parameter: i for i, part in enumerate(self._built.parts) for _, parameter in part.parameters}
         for index, named in groupby(self._parameters, lambda it: part_of.get(it[1])):
@@ -363,7 +363,7 @@ class DTensorBackend:
         export_hf_folder(path, weights, self._built.config, self._settings)
 
     def close(self) -> None:
-        """Give the activations' host memory back, and leave the process group, if this backend made it."""
+        """Free the activations' host memory, and destroy the process group if this backend made it."""
         if self._activations is not None:
             self._activations.close()
         self._made.close()

@@ -1,4 +1,4 @@
-"""A Hugging Face model over the ranks of a mesh, with its weights."""
+"""A Hugging Face model with its weights, sharded over the ranks of a mesh."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Part:
     """A part of the model that is on the device as a whole or not at all: a layer, the embedding, the output layer.
 
     Attributes:
-        unit: FSDP's unit.
+        unit: The FSDP unit.
         parameters: Parameters of the unit, by Hugging Face name.
     """
 
@@ -48,30 +48,29 @@ class Part:
 
 
 class BuiltModel:
-    """The model; made on every rank at once, after the process group.
+    """The model of one rank; built on all ranks together, once the process group exists.
 
     Args:
-        settings: Of the policy, or of a teacher in its terms.
+        settings: Settings of the policy, or of a teacher in the form of a policy's.
         process: This rank.
-        is_frozen: Nothing is trained: parameters have the compute type, in which FSDP would gather them, and no
-            gradient.
+        is_frozen: The model is not trained: parameters have the compute type and no gradient.
 
     Attributes:
         config: The Hugging Face config, overrides included.
         dp_group: Ranks with different data.
-        tp_rank: This rank among those that share each layer.
-        rank_info: Where this process stands.
-        compute_dtype: Of passes.
-        head: How logits are read; it has this rank's vocabulary columns.
-        module: What FSDP wraps.
-        fsdp_root: The same as FSDP's.
+        tp_rank: This rank's tensor-parallel rank.
+        rank_info: This process's rank and data-parallel rank.
+        compute_dtype: Type in which passes compute.
+        head: Settings for reading logits, with this rank's vocabulary columns.
+        module: The module that FSDP wraps.
+        fsdp_root: The wrapped module, as FSDP's root unit.
         layers: The decoder layers, in order.
-        parts: What passes through the device part by part; none without `cpu_offload`. Their weights are still to be
-            read, by `read_part`.
-        outside: The parameters that are in no part, by name.
-        gather: Begins to gather a layer's parameters on the current stream; None where nothing is gathered.
-        parameters: All of them by their Hugging Face names; with adapters, those only.
-        lora: The adapters, if there are any.
+        parts: Parts that pass through the device one by one; none without `cpu_offload`. Their weights are read later,
+            by `read_part`.
+        outside: Parameters outside of all parts, by name.
+        gather: Begins to gather a layer's parameters on the current stream; None if nothing is gathered.
+        parameters: All parameters by Hugging Face name; with adapters, the adapters' only.
+        lora: The adapters; None without.
     """
 
     def __init__(self, settings: PolicySettings, process: ProcessInfo, *, is_frozen: bool = False) -> None:
@@ -126,7 +125,7 @@ class BuiltModel:
         if settings.dtensor_cfg.torch_compile and on_gpu and not expert_modules(causal_lm):
             compile_layers(layers)
         self.layers = list(layers)
-        # One rank that has all tokens gathers nothing: FSDP reads a layer's parameters on the current stream.
+        # A single rank gathers nothing: FSDP reads a layer's parameters on the current stream.
         self.gather = parallel.gather if meshes.fsdp.size() > 1 else None
         units: list[list[nn.Module]] = []
         if settings.dtensor_cfg.cpu_offload and not is_frozen:
@@ -152,7 +151,7 @@ class BuiltModel:
             self.parameters = self.lora.trainable
 
     def group(self, name: str, tensors: Callable[[], Iterable[tuple[str, Tensor]]]) -> TensorGroup:
-        """A state group of tensors of the model, which arrives layer by layer; FSDP casts parameters as it gathers."""
+        """Return a state group of the model's tensors that arrives layer by layer; FSDP casts gathered parameters."""
         return TensorGroup(
             name,
             tensors,
@@ -163,11 +162,11 @@ class BuiltModel:
         )
 
     def read_part(self, part: Part) -> None:
-        """Read the weights of a part, which has memory on the device."""
+        """Read the weights of a part, whose parameters must have memory on the device."""
         read_weights(part.parameters, self._sources)
 
     def weight_buffers(self) -> list[tuple[str, Tensor]]:
-        """Buffers that are weights by their Hugging Face names."""
+        """Return the buffers that are weights, by Hugging Face name."""
         return weight_buffers(self.module.causal_lm)
 
     def reshard(self) -> None:
@@ -175,19 +174,19 @@ class BuiltModel:
         parallel.reshard_all(self.fsdp_root)
 
     def drop_grads(self) -> None:
-        """Forget gradients and gathered parameters."""
+        """Drop gradients and gathered parameters."""
         self.reshard()
         parallel.drop_unreduced_grads(self.fsdp_root)
         for _, parameter in self.parameters:
             parameter.grad = None
 
     def num_tokens(self, micro_batch: TokenBatch) -> int:
-        """Tokens of a micro-batch that go through the model, of all ranks that share its rows."""
+        """Count a micro-batch's tokens that go through the model, on all ranks that share its rows."""
         return micro_batch.num_tokens(packed=self._packs)
 
     def on_device[Batch: TokenBatch](self, micro_batch: Batch) -> tuple[Batch, ModelRows]:
-        """A micro-batch of the host on the device, and what of it the model gets."""
-        # Looked at where the micro-batch comes from: on a GPU the host would wait for all work that is queued there.
+        """Copy a micro-batch to the device, and return it with the model's rows for it."""
+        # Computed on the host: reading it from a GPU would wait for all queued work.
         is_scored_BS = micro_batch.is_scored()
         if self._packs:
             rows = packed_rows(micro_batch.input_lengths, is_scored_BS, self._multiple)
@@ -199,7 +198,7 @@ class BuiltModel:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Passes without backward, dropout off; gathered parameters are freed at the end."""
+        """Turn gradients and dropout off, within the context; gathered parameters are freed at its end."""
         self.module.eval()
         try:
             with torch.no_grad():
@@ -209,7 +208,7 @@ class BuiltModel:
 
 
 def freeze(causal_lm: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters of the meta device in `dtype`, without gradient; buffers stay as they are."""
+    """Cast parameters, on the meta device, to `dtype` and turn off their gradients; buffers stay unchanged."""
     for parameter in causal_lm.parameters():
         parameter.data = parameter.data.to(dtype)
         parameter.requires_grad_(False)

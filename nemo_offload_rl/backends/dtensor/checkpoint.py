@@ -1,4 +1,4 @@
-"""Contents of a checkpoint of the DTensor backend."""
+"""The training state that a checkpoint of the DTensor backend saves."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from nemo_offload_rl.residency import local_tensor
 
 @dataclass(frozen=True)
 class DTensorState:
-    """Implements `dcp.TrainingState`; tensors are whole ones to the checkpoint, however they are sharded.
+    """A `dcp.TrainingState`; the checkpoint's tensors are whole, so it can be read with another sharding.
 
     Attributes:
-        parameters: By Hugging Face name.
+        parameters: All parameters, by Hugging Face name.
         parts: State groups of the optimizer, with the parameters of each.
-        optimizer: Over those of these parameters that are trained.
-        schedule: Of its settings.
-        model_parts: The parameters that are on the device with one of these groups only.
+        optimizer: Optimizer of the trained parameters.
+        schedule: Schedule of the optimizer's settings.
+        model_parts: Group name -> parameters that are on the device only together with that group.
     """
 
     parameters: list[tuple[str, nn.Parameter]]
@@ -38,7 +38,7 @@ class DTensorState:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """Device of the parameters."""
         return self.parameters[0][1].device
 
     @property
@@ -47,11 +47,11 @@ class DTensorState:
         return list(self.parts.members)
 
     def model_tensors(self) -> dict[str, Tensor]:
-        """Parameters by their names in the checkpoint."""
+        """Return parameters by their names in the checkpoint."""
         return {f"{dcp.MODEL}{name}": parameter.detach() for name, parameter in self.parameters}
 
     def model_tensors_with(self, group: str) -> dict[str, Tensor]:
-        """Those that are on the device with one group: the first has all that no other has."""
+        """Return the parameters that are on the device with one group; the first group has all that are in no part."""
         mine = {f"{dcp.MODEL}{name}" for name, _ in self.model_parts.get(group, ())}
         others = {f"{dcp.MODEL}{name}" for part in self.model_parts.values() for name, _ in part}
         is_first = group == self.groups[0]
@@ -60,7 +60,7 @@ class DTensorState:
         }
 
     def optimizer_tensors(self, group: str) -> dict[str, Tensor]:
-        """The states of one group by their names in the checkpoint."""
+        """Return the states of one group by their names in the checkpoint."""
         state = self.optimizer.state
         return {
             f"{dcp.OPTIMIZER}{name}/{key}": value
@@ -71,7 +71,7 @@ class DTensorState:
         }
 
     def values(self) -> dict[str, Any]:
-        """Values that are no tensors."""
+        """Return the state without tensors: the schedule's."""
         return {"num_steps": self.schedule.num_steps, "kept_by_optimizer": self.schedule.kept_by_optimizer()}
 
     def set_values(self, values: Mapping[str, Any]) -> None:
@@ -79,9 +79,9 @@ class DTensorState:
         self.schedule.go_on(values["num_steps"], values["kept_by_optimizer"])
 
     def make_optimizer_state(self, group: str, saved: Container[str]) -> None:
-        """Have the optimizer allocate the states of one group."""
+        """Make the optimizer allocate the states of one group."""
         state = self.optimizer.state
-        # What was never trained has no states, neither here nor in the checkpoint.
+        # Parameters that were never trained have no states, neither here nor in the checkpoint.
         wanted = [
             parameter
             for name, parameter in self.parts.members[group]
@@ -90,18 +90,18 @@ class DTensorState:
         make_states(self.optimizer, wanted)
 
     def rng_state(self) -> dict[str, Tensor]:
-        """This rank's random states."""
+        """Return this rank's random states."""
         return dcp.torch_rng_state(self.device)
 
     def set_rng_state(self, states: Mapping[str, Tensor]) -> None:
-        """Take over random states."""
+        """Restore a result of `rng_state`."""
         dcp.set_torch_rng_state(states, self.device)
 
 
 def full_tensor(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """The whole tensor in `dtype`; a collective for a DTensor. Cast before the gather, which then moves fewer bytes."""
+    """Return the whole tensor, cast to `dtype` before the gather to move fewer bytes; a collective for a DTensor."""
     if isinstance(parameter, DTensor) and parameter.device_mesh.size() == 1:
-        # The same bytes, without DTensor's bookkeeping for each of hundreds of tensors.
+        # The local tensor is whole; this skips DTensor's overhead for each of hundreds of tensors.
         parameter = local_tensor(parameter)
     value = parameter.detach().to(dtype)
     return value.full_tensor() if isinstance(value, DTensor) else value

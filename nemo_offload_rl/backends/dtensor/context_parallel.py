@@ -1,10 +1,10 @@
-"""Context parallelism: the ranks of a group share each row, and attend to the keys of all of it.
+"""Context parallelism: the ranks of a group share each row, and each attends to the whole row's keys.
 
-A row is cut into two pieces for each of N ranks, of which rank r has the r-th from the front and the r-th from the
-back: so all of them compute as much of a causal attention. Everything but attention is of single positions. A layer's
-keys and values are gathered (arXiv 2407.21783, section 3.3.2), and their gradients are added up over the ranks.
+A row is cut into 2N pieces for N ranks. Rank r has the r-th piece from the front and the r-th from the back, so all
+ranks compute equally much causal attention. All else works on single positions. A layer's keys and values are gathered
+(arXiv 2407.21783, section 3.3.2), and their gradients are summed over the ranks.
 
-Shape suffixes: B rows of the micro-batch, H heads, K key-value heads, S tokens of a row, L of them that a rank has,
+Shape suffixes: B rows of the micro-batch, H heads, K key-value heads, S tokens of a row, L tokens of a row on one rank,
 D head size.
 """
 
@@ -20,16 +20,16 @@ from torch.nn.attention.bias import causal_lower_right
 
 from nemo_offload_rl.backends.scoring.collectives import gathered
 
-_GROUP = "nemo_offload_rl_context_group"  # attribute of the parts of layers
+_GROUP = "nemo_offload_rl_context_group"  # attribute of layers' submodules
 
 
 def own_pieces(rank: int, num_ranks: int) -> tuple[int, int]:
-    """Which of a row's `2 * num_ranks` pieces a rank has, in their order."""
+    """Return the indices of a rank's two pieces among a row's `2 * num_ranks`, in order."""
     return rank, 2 * num_ranks - 1 - rank
 
 
 def share_rows(layers: nn.ModuleList, group: dist.ProcessGroup) -> None:
-    """Tell the parts of decoder layers which ranks share their rows: not every family hands arguments on to them."""
+    """Store the group on the submodules of decoder layers, since not every family passes arguments on to them."""
     for layer in layers:
         for part in layer.children():
             setattr(part, _GROUP, group)
@@ -47,17 +47,17 @@ def context_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention of a rank's queries to whole rows.
+    """Compute causal attention of a rank's queries to whole rows.
 
     Args:
-        module: A part of a layer that `share_rows` was given.
+        module: A submodule of a layer that `share_rows` was given.
         query: [B, H, L, D] of the rank's two pieces of each row.
         key: [B, K, L, D]
-        value: [B, K, L, D], of another size D where attention is latent.
+        value: [B, K, L, D]; latent attention has another D here.
         attention_mask: Not read: rows are padded on the right.
-        scaling: Of the scores; None for 1 / sqrt(D).
+        scaling: Factor of the scores; None for 1 / sqrt(D).
         dropout: Share of attention weights that are dropped.
-        sliding_window: Of the layer: tokens that a query sees, its own the last of them; None for all before it.
+        sliding_window: Tokens that a query sees, its own included; None for all tokens up to its own.
         **kwargs: Not read.
 
     Returns:
@@ -77,7 +77,7 @@ def context_attention(
         first = 0 if sliding_window is None else max(0, start + 1 - sliding_window)
         keys, values = key_BKSD[:, :, first:end], value_BKSD[:, :, first:end]
         if sliding_window is None and query.device.type == "cuda":
-            mask = causal_lower_right(length, end)  # which kernels of a GPU know
+            mask = causal_lower_right(length, end)  # supported by GPU kernels
         else:
             mask = seen_keys(length, end - first, sliding_window, query.device)
         attended.append(
@@ -87,13 +87,13 @@ def context_attention(
 
 
 def seen_keys(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
-    """[Q, K] bool: which keys the queries see, whose own are the last."""
+    """Return [Q, K] bool: the keys that each query sees; the queries' own keys are the last ones."""
     before = num_keys - num_queries
     seen_QK = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(before)
     return seen_QK if window is None else seen_QK.triu(before - window + 1)
 
 
 def _whole(states_BKLD: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[B, K, S, D] keys or values of all ranks, in the rows' order."""
+    """Gather [B, K, S, D] keys or values of all ranks, in the rows' order."""
     front, back = gathered(states_BKLD, group).chunk(2, dim=-2)
     return torch.cat([front, back.flip(0)]).movedim(0, 2).flatten(2, 3)

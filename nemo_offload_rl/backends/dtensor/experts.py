@@ -1,12 +1,13 @@
 """Mixtures of experts: grouped products over a layer's stacked experts, and experts divided over ranks.
 
-`transformers` asks a function by name to compute the experts of a layer, given each token's experts and their weights.
+`transformers` calls a registered function to compute a layer's experts, given each token's experts and their weights.
 With expert parallelism each rank of a group holds an equal part of every layer's experts. Ranks of the group have
-different tokens; a layer sends each of its tokens to the ranks that hold the token's experts, and gets back what they
-made of it (GShard, arXiv 2006.16668; torchtitan's `expert_parallel.py`). Gradients of experts are sums over the tokens
-of the whole group already.
+different tokens; a layer sends each token to the ranks that hold its experts, and gets the experts' outputs back
+(GShard, arXiv 2006.16668; torchtitan's `expert_parallel.py`). So gradients of experts are already summed over the
+group's tokens.
 
-Shape suffixes: T tokens, K experts of each, R rows, one for each token and expert, H hidden size, E experts of a layer.
+Shape suffixes: T tokens, K experts per token, R rows (one for each token and expert), H hidden size, E experts of a
+layer.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 GROUPED = "nemo_offload_rl_grouped"
-_GROUP = "nemo_offload_rl_group"  # attribute of experts that are divided: the ranks that share a layer's
+_GROUP = "nemo_offload_rl_group"  # attribute of divided experts: the ranks that share a layer's experts
 
 
 def use_grouped_experts(causal_lm: Any) -> None:
-    """Have the experts of a Hugging Face model computed here, and no router's logits kept for an auxiliary loss."""
+    """Make a Hugging Face model use this module's experts, and keep no router logits for an auxiliary loss."""
     ALL_EXPERTS_FUNCTIONS.register(GROUPED, _experts_forward)
     causal_lm.config._experts_implementation = GROUPED
     if getattr(causal_lm.config, "output_router_logits", False):
@@ -33,7 +34,7 @@ def use_grouped_experts(causal_lm: Any) -> None:
 
 
 def expert_modules(module: nn.Module) -> list[Any]:
-    """The modules with the stacked experts of a layer, in order; none in a dense model."""
+    """Return the modules with a layer's stacked experts, in order; none in a dense model."""
     return [part for part in module.modules() if hasattr(part, "has_gate") and hasattr(part, "is_transposed")]
 
 
@@ -48,16 +49,16 @@ def divide_experts(causal_lm: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _experts_forward(experts: Any, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """[T, H]: the sum of what each token's K experts make of it, by their weights."""
+    """Return [T, H]: for each token the weighted sum of its K experts' outputs."""
     group = getattr(experts, _GROUP, None)
     if group is None:
         return grouped_mm_experts_forward(experts, hidden_TH, experts_TK, weights_TK)
     num_ranks, num_experts = dist.get_world_size(group), experts.num_experts
     chosen_R, order_R = experts_TK.flatten().sort(stable=True)
     sent_E = torch.bincount(chosen_R, minlength=num_ranks * num_experts)
-    received_E = torch.empty_like(sent_E)  # of each rank in turn, this rank's experts
+    received_E = torch.empty_like(sent_E)  # counts for this rank's experts, from each rank in turn
     dist.all_to_all_single(received_E, sent_E, group=group)
-    # The host has to know the sizes of what is exchanged: the one wait for the device.
+    # The only wait for the device: the host needs the sizes of the exchange.
     sizes = torch.stack([counts.view(num_ranks, num_experts).sum(1) for counts in (sent_E, received_E)]).tolist()
     rows_RH = hidden_TH.index_select(0, order_R // experts_TK.shape[1])
     rows_RH = _Exchange.apply(rows_RH, sizes[0], sizes[1], group)
@@ -72,7 +73,7 @@ def _experts_forward(experts: Any, hidden_TH: Tensor, experts_TK: Tensor, weight
 
 
 class _Local:
-    """Divided experts, their parameters as the plain tensors that this rank has of them."""
+    """A view of divided experts whose parameters are this rank's plain local tensors."""
 
     def __init__(self, experts: Any) -> None:
         self._experts = experts
@@ -83,17 +84,17 @@ class _Local:
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows to the ranks of a group, so many to each, and gradients back."""
+    """Exchanges rows between a group's ranks; backward sends the gradients back."""
 
     @staticmethod
     def forward(ctx: Any, rows_RH: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-        """[sum of `received`, H]: the rows of each rank in turn."""
+        """Return [sum of `received`, H]: the rows from each rank in turn."""
         ctx.way_back = received, sent, group
         return _exchange(rows_RH, sent, received, group)
 
     @staticmethod
     def backward(ctx: Any, grad_RH: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The gradients of the rows that were sent."""
+        """Return the gradients of the sent rows."""
         return _exchange(grad_RH, *ctx.way_back), None, None, None
 
 

@@ -1,8 +1,8 @@
-"""Places of a micro-batch's tokens in the rows of the model, and of the tokens to score.
+"""Indices that map a micro-batch's tokens, and the tokens to score, to the model's rows.
 
-They are computed on the host: reading lengths from a GPU would wait for all work that is queued there.
+Computed on the host: reading lengths from a GPU would wait for all queued work.
 
-Shape suffixes: B rows of S columns, as the micro-batch has them; R rows of L tokens, as the model gets them; N tokens.
+Shape suffixes: B rows of S columns of the micro-batch; R rows of L tokens of the model's input; N scored tokens.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from nemo_offload_rl.data.batch import on_device
 
 @dataclass(frozen=True)
 class ModelRows:
-    """Rows of the model for a micro-batch.
+    """The model's rows for a micro-batch.
 
     Attributes:
-        scored_N: Places in the flattened rows of the micro-batch: the tokens to score.
-        before_N: Places in the flattened rows of the model: the tokens before them.
-        tokens_RL: Places in the flattened rows of the micro-batch: the tokens of the model's rows. None for the
-            micro-batch as it is.
-        positions_RL: Their positions; one row for all is enough. None for those of columns.
-        bounds: Of packed rows, [sequences + 1] int32: where each begins, and L.
-        longest: Tokens of the longest of them.
+        scored_N: Indices of the tokens to score in the flattened rows of the micro-batch.
+        before_N: Indices of the tokens before them in the flattened rows of the model.
+        tokens_RL: Indices of the model's tokens in the flattened rows of the micro-batch; None if the model gets the
+            micro-batch's rows unchanged.
+        positions_RL: Positions of the model's tokens, [1, L] if equal in all rows; None for column numbers.
+        bounds: [sequences + 1] int32, with packed rows: the start of each sequence, and L.
+        longest: Tokens of the longest packed sequence.
     """
 
     scored_N: Tensor
@@ -40,18 +40,18 @@ class ModelRows:
     longest: int = 0
 
     def to(self, device: torch.device) -> Self:
-        """The same on a device."""
+        """Return a copy on a device."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         return replace(self, **{name: on_device(value, device) for name, value in tensors.items()})
 
 
 def padded_rows(is_scored_BS: Tensor, multiple: int) -> ModelRows:
-    """Rows of a micro-batch that are padded on the right.
+    """Lay out rows that are padded on the right.
 
     Args:
         is_scored_BS: [B, S] bool, tokens to score: real, and never a row's first.
-        multiple: Of the model's columns; beyond S they have any token.
+        multiple: Divisor of L; columns beyond S have any token.
     """
     (num_rows, width), scored_N = is_scored_BS.shape, _places(is_scored_BS)
     added = -width % multiple
@@ -63,15 +63,15 @@ def padded_rows(is_scored_BS: Tensor, multiple: int) -> ModelRows:
 
 
 def shared_rows(is_scored_BS: Tensor, multiple: int, rank: int, num_ranks: int) -> ModelRows:
-    """One rank's part of rows that are padded on the right and that ranks share.
+    """Lay out one rank's part of rows that are padded on the right and shared by ranks.
 
-    It scores those tokens before which it has the token; the other ranks score the others.
+    A rank scores the tokens whose preceding token it has.
 
     Args:
         is_scored_BS: [B, S] bool, tokens to score: real, and never a row's first.
-        multiple: Of the tokens that a rank has of a row; beyond S they are any.
-        rank: Among those that share the rows.
-        num_ranks: How many of them there are.
+        multiple: Divisor of the length of a rank's pieces; columns beyond S have any token.
+        rank: This rank among those that share the rows.
+        num_ranks: Number of ranks that share the rows.
     """
     width, scored_N = is_scored_BS.shape[1], _places(is_scored_BS)
     length = -(-width // (2 * num_ranks))
@@ -92,12 +92,12 @@ def shared_rows(is_scored_BS: Tensor, multiple: int, rank: int, num_ranks: int) 
 
 
 def packed_rows(lengths_B: Tensor, is_scored_BS: Tensor, multiple: int) -> ModelRows:
-    """The real tokens of a micro-batch's rows end to end in one row.
+    """Lay out the real tokens of a micro-batch's rows end to end in one row.
 
     Args:
         lengths_B: [B] tokens of each row.
         is_scored_BS: [B, S] bool, tokens to score: real, and never a row's first.
-        multiple: Of the row's tokens; those that are added are a sequence of their own.
+        multiple: Divisor of L; added tokens are a sequence of their own.
     """
     width, scored_N = is_scored_BS.shape[1], _places(is_scored_BS)
     is_real_BS = torch.arange(width) < lengths_B.unsqueeze(1)

@@ -1,4 +1,4 @@
-"""The schedule of the learning rate, by torch's schedulers, also of a resumed run."""
+"""The learning rate's schedule by torch's schedulers, for new and resumed runs."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from nemo_offload_rl.keys.policy import OptimizerConfig
 from nemo_offload_rl.keys.worker import SchedulerSettings
 
 _TRIED_STEPS = 4
-# What torch's schedulers change in an optimizer's groups; others may change more.
+# Keys of an optimizer's groups that torch's schedulers change; other schedulers may change more.
 _SCHEDULED = ("lr", "betas", "momentum")
 
 
 class Schedule:
-    """The settings of an optimizer's groups by step: what the configuration says, also in a resumed run.
+    """Schedules the settings of an optimizer's groups; a resumed run follows the present configuration.
 
     Args:
-        phases: Schedulers one after the other, each until its `until_step`; with none the learning rate is constant.
-        optimizer: As it was built.
+        phases: Schedulers in order, each until its `until_step`; without any the learning rate is constant.
+        optimizer: The optimizer, as it was built.
 
     Attributes:
-        num_steps: Ticks so far.
+        num_steps: Steps of the schedule so far.
 
     Raises:
         ConfigError: A name is no scheduler, its arguments do not fit, or the steps do not grow.
@@ -52,7 +52,7 @@ class Schedule:
     def _begin(self, settings: Sequence[Mapping[str, Any]]) -> None:
         for group, configured in zip(self._optimizer.param_groups, settings, strict=True):
             for key in group.keys() - configured.keys() - {"params"}:
-                del group[key]  # a scheduler's
+                del group[key]  # added by a scheduler
             group.update(deepcopy(configured))
         self.num_steps = 0
         self._scheduler = _build_scheduler(self._phases, self._optimizer)
@@ -62,7 +62,7 @@ class Schedule:
         return deepcopy([{key: value for key, value in group.items() if key != "params"} for group in groups])
 
     def step(self) -> None:
-        """One tick."""
+        """Advance the schedule by one step."""
         self.num_steps += 1
         if self._scheduler is None:
             return
@@ -72,7 +72,7 @@ class Schedule:
             self._scheduled |= {key for key, value in group.items() if value is not old.get(key)}
 
     def kept_by_optimizer(self) -> list[dict[str, Any]]:
-        """Values of its groups that the optimizer's own steps have changed, as some outside torch do."""
+        """Return group values that the optimizer's own steps changed, as some optimizers outside torch do."""
         kept = [
             {
                 key: value
@@ -84,14 +84,14 @@ class Schedule:
         return kept if any(kept) else []
 
     def go_on(self, num_steps: int, kept: Sequence[dict[str, Any]]) -> None:
-        """Be where a checkpoint was taken.
+        """Restore the schedule's state at a checkpoint.
 
         Args:
-            num_steps: Ticks until then.
-            kept: Result of `kept_by_optimizer` there.
+            num_steps: `num_steps` at the checkpoint.
+            kept: Result of `kept_by_optimizer` at the checkpoint.
 
         Raises:
-            CheckpointError: The optimizer has other groups, or the schedule cannot make so many steps.
+            CheckpointError: The optimizer has other groups, or the schedule ends before `num_steps`.
         """
         kept = kept or [{} for _ in self._configured]
         if len(kept) != len(self._configured):
@@ -102,7 +102,7 @@ class Schedule:
             )
         self._begin([configured | values for configured, values in zip(self._configured, kept, strict=True)])
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the optimizer made no step before
+            warnings.simplefilter("ignore")  # torch warns that the optimizer made no step before
             try:
                 for _ in range(num_steps):
                     self.step()
@@ -144,23 +144,23 @@ def _build_scheduler(phases: Sequence[SchedulerSettings], optimizer: Optimizer) 
 def try_schedule(
     optimizer: OptimizerConfig, phases: Sequence[SchedulerSettings], num_steps: int, steps_key: str
 ) -> None:
-    """Step each phase of a schedule a few times, on its own.
+    """Try each phase of a schedule alone, for a few steps.
 
     Args:
-        optimizer: Whose learning rate it sets; known to work.
+        optimizer: The optimizer to schedule; known to work.
         phases: In order, with ascending ends.
         num_steps: Most steps of the run.
-        steps_key: What limits them.
+        steps_key: The key that limits `num_steps`, for messages.
 
     Raises:
-        ConfigError: A phase cannot be made, cannot step, or has an end of its own before its last step.
+        ConfigError: A phase cannot be made, cannot step, or can make fewer steps than it lasts.
     """
     start = 0
     for index, phase in enumerate(phases):
         where, end = f"policy.scheduler.{index}", phase.until_step
         tried = build_optimizer(optimizer, [nn.Parameter(torch.ones(2, 2))])
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the optimizer made no step before
+            warnings.simplefilter("ignore")  # torch warns that the optimizer made no step before
             cls = class_by_name(f"{where}.name", phase.name, LRScheduler)
             try:
                 scheduler = cls(tried, **phase.kwargs)

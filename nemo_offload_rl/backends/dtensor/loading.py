@@ -1,4 +1,4 @@
-"""Building a Hugging Face causal model without memory, and reading each rank's shard of it from the model's files."""
+"""Builds a Hugging Face causal model on the meta device, and reads each rank's shard from the model's files."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _META = torch.device("meta")
 
 
 def build_causal_lm(config: Any, attention: str, *, dropout: bool = False) -> Any:
-    """The model in float32 with its parameters on the meta device; buffers are on the CPU with their values.
+    """Build the float32 model with parameters on the meta device, and buffers with their values on the CPU.
 
     Args:
-        config: Of `load_config`.
-        attention: Of `choose_attention`.
-        dropout: Whether it drops in training what its config says.
+        config: Result of `load_config`.
+        attention: Result of `choose_attention`.
+        dropout: Keep the config's dropout rates; else they become 0.
     """
     config = copy.deepcopy(config)
     for key in () if dropout else dropout_rates(config.to_dict()):
@@ -43,17 +43,17 @@ def build_causal_lm(config: Any, attention: str, *, dropout: bool = False) -> An
     _compute_buffers(model)
     if has_plain_rope_in_windows(config.to_dict()):
         _rotate_plainly_in_windows(model)
-    # A padding row without gradient would depend on how the vocabulary is split; padding gets no gradient anyway.
+    # A padding row without gradient would depend on the vocabulary's split; padding gets no gradient anyway.
     model.get_input_embeddings().padding_idx = None
     return model.eval()
 
 
 class _TwoRotations(nn.Module):
-    """Rotary embeddings of a model whose layers with a window have plain ones: (cos, sin) of the others, then theirs.
+    """Rotary embeddings for a model with plain rotation in window layers: (cos, sin) scaled, then (cos, sin) plain.
 
     Args:
-        scaled: The model's own.
-        plain: Of the same class.
+        scaled: The model's own rotary embedding.
+        plain: One of the same class without scaling.
     """
 
     def __init__(self, scaled: nn.Module, plain: nn.Module) -> None:
@@ -65,10 +65,10 @@ class _TwoRotations(nn.Module):
 
 
 def _rotate_plainly_in_windows(model: Any) -> None:
-    """Give each layer of a model that computes one rotation for all of them its own; see `_TwoRotations`."""
+    """Give window layers plain rotation and the others scaled rotation, if the model computes one for all."""
     own = model.base_model.rotary_emb
     if "inv_freq" not in dict(own.named_buffers(recurse=False)):
-        return  # of a release of transformers that tells layers apart
+        return  # this release of transformers already tells layer types apart
     config = copy.deepcopy(model.config)
     config.rope_parameters = {"rope_type": "default", "rope_theta": config.rope_parameters["rope_theta"]}
     model.base_model.rotary_emb = _TwoRotations(own, type(own)(config))
@@ -86,19 +86,19 @@ def _with_rotation(
 
 @torch.no_grad()
 def _compute_buffers(model: Any) -> None:
-    """Give buffers their values, which no file has: rotary frequencies, and factors that a family multiplies by."""
+    """Compute the values of buffers that no file has: rotary frequencies, and a family's constant factors."""
     for name, module in model.named_modules():
         buffers = dict(module.named_buffers(recurse=False))
         for key, buffer in buffers.items():
             module._buffers[key] = torch.full_like(buffer, float("nan"), device="cpu")
         if buffers:
-            model._init_weights(module)  # parameters are on the meta device and get none
+            model._init_weights(module)  # parameters stay on the meta device, without values
             missing = [key for key in buffers if getattr(module, key).isnan().any()]
             assert not missing, f"transformers gives no value to {name}.{missing[0]}"
 
 
 def weight_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Buffers that a model's files have, in float32 whatever the rest has: what routers add to choose experts."""
+    """Return buffers that are in the model's files, always in float32: biases with which routers choose experts."""
     return [
         (f"{place}.{key}", buffer)
         for place, part in module.named_modules()
@@ -109,12 +109,12 @@ def weight_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 @dataclass(frozen=True)
 class WeightSources:
-    """Where a model's parameters are in its files.
+    """Places of a model's parameters in its files.
 
     Attributes:
         files: The model's files.
-        pieces: A parameter's name to the tensors that it consists of.
-        repeats: A parameter's name to that of a second tensor with the same values: of tied ones that are there twice.
+        pieces: A parameter's name -> the files' tensors that make it up.
+        repeats: A tied parameter's name -> the name of its second copy in the files, if they have two.
     """
 
     files: WeightFiles
@@ -126,11 +126,11 @@ def find_weights(causal_lm: Any, model_name: str) -> WeightSources:
     """Look for every parameter in the headers of the model's files; reads no weights.
 
     Args:
-        causal_lm: Of `build_causal_lm`, not changed since.
+        causal_lm: Unchanged result of `build_causal_lm`.
         model_name: Folder or hub name.
 
     Raises:
-        UserError: The files cannot be read, or their names and shapes are not those of the model.
+        UserError: The files cannot be read, or their names and shapes differ from the model's.
     """
     files, hub = WeightFiles(model_name), HubNames(causal_lm.config.model_type)
     tensors = [*causal_lm.named_parameters(), *weight_buffers(causal_lm)]
@@ -151,7 +151,7 @@ def find_weights(causal_lm: Any, model_name: str) -> WeightSources:
 
 
 def _pieces(hub: HubNames, files: WeightFiles, name: str, shape: torch.Size) -> list[Piece]:
-    """The tensors of a parameter; files that have experts stacked already have one."""
+    """Return the files' tensors of a parameter; a single one if the files have stacked experts."""
     pieces = hub.pieces(name, shape)
     if len(pieces) > 1 and hub.of(name) in files.shapes:
         return [Piece(hub.of(name), tuple(shape), (0,) * len(shape), tuple(shape))]
@@ -159,12 +159,12 @@ def _pieces(hub: HubNames, files: WeightFiles, name: str, shape: torch.Size) -> 
 
 
 def materialize(module: nn.Module, device: torch.device, empty: Container[Tensor] = ()) -> None:
-    """Give the parameters that are on the meta device memory on `device`, without values; FSDP's shards only.
+    """Allocate this rank's shards of parameters on the meta device, on `device` and without values.
 
     Args:
         module: The model.
-        device: Where it is to be.
-        empty: Parameters that are released again at once: what passes through the device never is there as a whole.
+        device: Device of the model from now on.
+        empty: Parameters whose memory is freed at once, since they pass through the device part by part.
     """
 
     def on_device(tensor: Tensor) -> Tensor:
@@ -179,11 +179,11 @@ def materialize(module: nn.Module, device: torch.device, empty: Container[Tensor
 def read_weights(parameters: Iterable[tuple[str, Tensor]], sources: WeightSources) -> None:
     """Read this rank's shard of each parameter; every rank calls it, and an error on one is raised on all.
 
-    Beside the shards there is never more in host memory than a part of one tensor.
+    In addition to the shards, host memory holds at most a part of one tensor.
 
     Args:
-        parameters: DTensors, and buffers, by the names that `find_weights` saw.
-        sources: Of `find_weights`.
+        parameters: DTensors and buffers, by the names that `find_weights` saw.
+        sources: Result of `find_weights`.
 
     Raises:
         UserError: A file cannot be read, or tied weights differ in the files.
@@ -212,7 +212,7 @@ def _read(name: str, parameter: Tensor, sources: WeightSources) -> None:
         return
 
     def read(piece: Piece, begins: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        # To the device in the file's dtype: fewer bytes, and no second copy on the host.
+        # Moved in the file's dtype: fewer bytes, and no second copy on the host.
         stacked = len(begins) - len(piece.shape)  # the dimension of the experts, which the file's tensors lack
         return sources.files.read(piece.name, begins[stacked:], sizes[stacked:]).to(local.device)
 

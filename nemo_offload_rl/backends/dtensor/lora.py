@@ -1,6 +1,6 @@
-"""Low-rank adapters (arXiv 2106.09685) by peft: only they are trained, and every weight that leaves is merged.
+"""Low-rank adapters (arXiv 2106.09685) by peft: only adapters are trained; refits and exports get merged weights.
 
-The model's own parameters become the state group `base`, which nothing writes: it crosses to the host once.
+The model's own parameters become the state group `base`. It never changes, so it is copied to the host once.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def add_adapters(causal_lm: Any, settings: DTensorLoraConfig, seed: int) -> None
     Args:
         causal_lm: A Hugging Face causal model.
         settings: `enabled` is true.
-        seed: Of the adapters' first values, the same on every rank.
+        seed: Seed of the adapters' initial values, equal on all ranks.
 
     Raises:
-        ConfigError: No layer has one of the names asked for, a tied output layer does, or peft is not installed.
+        ConfigError: No layer is adapted, a tied output layer would be, or peft is not installed.
     """
     _require_peft()
     from peft import LoraConfig, inject_adapter_in_model
@@ -46,8 +46,8 @@ def add_adapters(causal_lm: Any, settings: DTensorLoraConfig, seed: int) -> None
     )
     with torch.random.fork_rng(devices=[]), _on_the_host(causal_lm):
         torch.manual_seed(seed)
-        # In a holder without a config: by the type of a mixture of experts, peft takes names of its dense layers for
-        # those of the experts, which once were layers of these names.
+        # In a holder without a config: with a mixture's config, peft takes names of dense layers for those of experts,
+        # which experts had in older versions.
         inject_adapter_in_model(config, nn.ModuleDict({_HOLDER: causal_lm}))
         if settings.lora_A_init == "xavier":
             for name, parameter in causal_lm.named_parameters():
@@ -56,14 +56,14 @@ def add_adapters(causal_lm: Any, settings: DTensorLoraConfig, seed: int) -> None
 
 
 def check_adapters(config: Any, settings: DTensorLoraConfig) -> None:
-    """Refuse, without weights, what `add_adapters` would refuse.
+    """Make the checks of `add_adapters` without weights.
 
     Args:
         config: The model's Hugging Face config.
         settings: `enabled` is true.
 
     Raises:
-        ConfigError: See there.
+        ConfigError: As `add_adapters`.
     """
     _require_peft()
     with torch.device("meta"):
@@ -77,10 +77,10 @@ def _require_peft() -> None:
 
 
 def adapted_layers(causal_lm: Any, settings: DTensorLoraConfig) -> list[str]:
-    """Full names of the linear layers that get adapters.
+    """Return full names of the linear layers that get adapters.
 
     Raises:
-        ConfigError: There is none, a name fits none, or the output layer is one and its weight is the embedding's.
+        ConfigError: No layer gets one, a name fits no layer, or an output layer tied to the embedding would get one.
     """
     if not settings.match_all_linear:
         _check_targets(causal_lm, settings.target_modules)
@@ -106,7 +106,7 @@ def adapted_layers(causal_lm: Any, settings: DTensorLoraConfig) -> list[str]:
 
 
 def _is_named(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a layer has one of the names, whole or its last parts, or fits one of the patterns, which have a `*`."""
+    """Tell whether a layer's name equals or ends with one of the names, or fits one of the patterns (with a `*`)."""
     return any(
         fnmatchcase(name, pattern) if "*" in pattern else name == pattern or name.endswith(f".{pattern}")
         for pattern in patterns
@@ -114,7 +114,7 @@ def _is_named(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _check_targets(causal_lm: nn.Module, targets: Sequence[str]) -> None:
-    """Refuse names of which the model has no linear layer: a mixture's experts, above all, would get no adapters."""
+    """Refuse names that fit no linear layer, such as names of a mixture's experts, which can get no adapters."""
     layers = [name for name, module in causal_lm.named_modules() if isinstance(module, nn.Linear)]
     unknown = [target for target in targets if not any(_is_named(layer, (target,)) for layer in layers)]
     if unknown:
@@ -127,9 +127,9 @@ def _check_targets(causal_lm: nn.Module, targets: Sequence[str]) -> None:
 
 @contextmanager
 def _on_the_host(causal_lm: nn.Module) -> Iterator[None]:
-    """Have peft make real adapters for linear layers on the meta device: it puts them where the weight is.
+    """Make peft create adapters on the host for linear layers on the meta device: it uses the weight's device.
 
-    Meanwhile the weight is one element on the host, seen in the weight's shape.
+    Within the context each weight is one host element, expanded to the weight's shape.
     """
     weights = {layer: layer.weight for layer in causal_lm.modules() if isinstance(layer, nn.Linear)}
     for layer, weight in weights.items():
@@ -142,11 +142,11 @@ def _on_the_host(causal_lm: nn.Module) -> Iterator[None]:
 
 
 class LoraWeights:
-    """A model with adapters, seen as the model without them.
+    """Gives a model with adapters the names and merged weights of the model without adapters.
 
     Args:
         parameters: All parameters by name, adapters included.
-        settings: How the adapters were made.
+        settings: Settings of the adapters.
     """
 
     def __init__(self, parameters: list[tuple[str, nn.Parameter]], settings: DTensorLoraConfig) -> None:
@@ -156,21 +156,21 @@ class LoraWeights:
         self._scaling = settings.alpha / settings.dim
 
     def named_base(self) -> list[tuple[str, nn.Parameter]]:
-        """The model's own parameters under the names that the model without adapters gives them."""
+        """Return the model's own parameters, by their names without adapters."""
         return [(name.replace(_BASE, "."), parameter) for name, parameter in self.base]
 
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Names and shapes of the merged weights."""
+        """Return names and shapes of the merged weights."""
         return [(name, tuple(parameter.shape)) for name, parameter in self.named_base()]
 
     def merged(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Full merged weights under the names that the model without adapters gives them; a collective."""
+        """Yield full merged weights, by their names without adapters; a collective."""
         for name, parameter in self.base:
             plain = name.replace(_BASE, ".")
             if _BASE not in name or not name.endswith("weight"):
                 yield plain, full_tensor(parameter, dtype)
                 continue
             a_RI, b_OR = (full_tensor(self._by_name[name.replace(_BASE, side)], torch.float32) for side in (_A, _B))
-            # In peft's order of operations; not in place: on one rank the whole weight is the parameter itself.
+            # In peft's order of operations. Not in place: on one rank the full tensor is the parameter itself.
             weight_OI = full_tensor(parameter, torch.float32)
             yield plain, (weight_OI + (b_OR @ a_RI) * self._scaling).to(dtype)

@@ -18,7 +18,7 @@ PREFIX = "causal_lm."
 
 
 def decoder_layers(causal_lm: Any) -> nn.ModuleList:
-    """The decoder layers of a Hugging Face causal model; it names their classes as not to be divided over devices."""
+    """Return the decoder layers of a Hugging Face causal model, found by the classes in its `_no_split_modules`."""
     names = set(causal_lm._no_split_modules)
     (layers,) = (
         module
@@ -29,18 +29,17 @@ def decoder_layers(causal_lm: Any) -> nn.ModuleList:
 
 
 def compile_layers(layers: nn.ModuleList) -> None:
-    """Have each layer's `forward` compiled at its first call, for all sizes of batches at once.
+    """Compile each layer's `forward` at its first call, for all batch sizes at once.
 
-    Compiled for the first size only, it would be compiled again at the first other one, which may be hours later: the
-    fifth step of a run whose longest responses had been of one length took 14 s instead of 0.6. Hooks of FSDP and
-    checkpointing stay outside of it.
+    A layer compiled for the first size alone is compiled again at the next one, which may come hours later: in one run
+    the fifth step then took 14 s instead of 0.6 s. Hooks of FSDP and checkpointing are not compiled.
     """
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
 class Scorer(nn.Module):
-    """Applies a `Reader` to hidden states; the output layer runs in here only, in pieces and again in backward."""
+    """Applies a `Reader` to hidden states; only here the output layer runs, in pieces, and again in backward."""
 
     def __init__(self, output_layer: nn.Module, head: Head) -> None:
         super().__init__()
@@ -48,11 +47,11 @@ class Scorer(nn.Module):
         self._head = head
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """This rank's vocabulary columns, in the shape of `hidden`."""
+        """Return logits of this rank's vocabulary columns; leading dimensions as in `hidden`."""
         return capped(self.output_layer(hidden), self._head.softcap)
 
     def forward(self, before_NH: Tensor, targets_N: Tensor, scored_N: Tensor, reader: Reader) -> Any:
-        """Read these positions; see `Positions`."""
+        """Apply the reader to these positions (see `Positions`)."""
         show_progress()
         return reader(self._logits, Positions(before_NH, targets_N, scored_N), self._head)
 
@@ -61,14 +60,13 @@ class LogprobModel(nn.Module):
     """Applies a `Reader` to a Hugging Face causal model; logits exist only inside `forward`, for scored tokens.
 
     No attention mask is passed: rows are padded on the right, so the causal mask keeps padding away from real tokens.
-    Where attention must not reach across a packed row, Hugging Face's models see from positions that begin again at 0,
-    and `attention.py` from the sequences' bounds.
+    In a packed row, Hugging Face's models find sequences by positions that restart at 0, `attention.py` by bounds.
 
     Args:
         causal_lm: The model.
-        head: How its logits are read.
-        context_group: Ranks that share each row. Each computes its own tokens, and all get the results of all: losses
-            and metrics are of whole rows, and the same on each rank.
+        head: Settings for reading its logits.
+        context_group: Ranks that share each row; None without context parallelism. Each computes its own tokens and
+            gets all results, so losses and metrics cover whole rows and are equal on these ranks.
     """
 
     def __init__(self, causal_lm: Any, head: Head, context_group: dist.ProcessGroup | None = None) -> None:
@@ -78,18 +76,18 @@ class LogprobModel(nn.Module):
         self._context_group = context_group
 
     def forward(self, input_ids_BS: Tensor, rows: ModelRows, reader: Reader) -> Any:
-        """Read the scored tokens into [B, S, ...] tensors by the package's convention of logprobs; 0 elsewhere.
+        """Apply the reader to the scored tokens; its results become [B, S, ...] tensors, 0 at other tokens.
 
         Args:
             input_ids_BS: [B, S] int64.
-            rows: Tokens that the model gets, and those that are scored.
-            reader: Reads the hidden states before the scored tokens.
+            rows: The model's input tokens, and the scored tokens.
+            reader: Gets the hidden states from which the scored tokens are predicted.
         """
         hidden_RLH = self.causal_lm.base_model(**self.inputs(input_ids_BS, rows)).last_hidden_state
         return self.read(hidden_RLH, input_ids_BS, rows, reader)
 
     def read(self, hidden_RLH: Tensor, input_ids_BS: Tensor, rows: ModelRows, reader: Reader) -> Any:
-        """The result of `forward`, from the last hidden states on."""
+        """Compute the result of `forward` from the last hidden states."""
         before_NH = hidden_RLH.flatten(0, 1).index_select(0, rows.before_N)
         targets_N = input_ids_BS.flatten().index_select(0, rows.scored_N)
         found = self.scorer(before_NH, targets_N, rows.scored_N, reader)
@@ -104,7 +102,7 @@ class LogprobModel(nn.Module):
         return type(found)(*map(at_their_places, found))
 
     def inputs(self, input_ids_BS: Tensor, rows: ModelRows, embedded_RLH: Tensor | None = None) -> dict[str, Any]:
-        """Arguments of the Hugging Face model without its output layer.
+        """Return arguments for the Hugging Face model without its output layer.
 
         Args:
             input_ids_BS: As for `forward`.
@@ -123,5 +121,5 @@ class LogprobModel(nn.Module):
         return inputs | ({"input_ids": ids_RL} if embedded_RLH is None else {"inputs_embeds": embedded_RLH})
 
     def hf_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Parameters under their Hugging Face names; a tied one once, under its first name."""
+        """Return parameters by their Hugging Face names; a tied one once, under its first name."""
         return [(name.removeprefix(PREFIX), parameter) for name, parameter in self.named_parameters()]

@@ -1,4 +1,4 @@
-"""Optimizer states that stream, and norms of gradients."""
+"""Division of optimizer states into streamed parts, and gradient norms."""
 
 from __future__ import annotations
 
@@ -21,10 +21,7 @@ from nemo_offload_rl.residency import OPTIMIZER_PART, local_tensor
 def divide(
     parameters: Sequence[tuple[str, nn.Parameter]], spec: OptimizerSpec, settings: DTensorConfig, parts: Sequence[Part]
 ) -> OptimizerParts:
-    """Divide optimizer states into those that stream around the step, part by part, and the rest.
-
-    The parts are those of the model, where it has any.
-    """
+    """Divide optimizer states into parts that stream during the step, and the rest; uses the model's parts if any."""
     if parts:
         in_parts = {parameter for part in parts for _, parameter in part.parameters}
         rest = [(name, parameter) for name, parameter in parameters if parameter not in in_parts]
@@ -46,7 +43,7 @@ def _is_split_over_tp(gradient: Tensor) -> bool:
 
 
 def gradient_norms(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-    """L2 norm of this rank's part of each gradient, a 0-dim tensor; it does not depend on how gradients are batched."""
+    """Return 0-dim L2 norms of this rank's part of each gradient; they do not depend on how gradients are batched."""
     with_gradient = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
     if not with_gradient:
         return {}
@@ -60,12 +57,12 @@ def global_grad_norm(
     device: torch.device,
     known: Mapping[nn.Parameter, Tensor] = MappingProxyType({}),
 ) -> Tensor:
-    """L2 norm of the gradients of all ranks, each element counted once; a 0-dim float64, equal on all ranks.
+    """Compute the L2 norm of all ranks' gradients, each element counted once; a 0-dim float64, equal on all ranks.
 
     Args:
-        parameters: Those with a gradient count.
-        tp_rank: Of this rank.
-        device: Where it is.
+        parameters: Parameters; those without a gradient are ignored.
+        tp_rank: This rank's tensor-parallel rank.
+        device: This rank's device.
         known: Result of `gradient_norms` for gradients that are not on the device now.
     """
     mine = [p for p in parameters if p.grad is not None and (tp_rank == 0 or _is_split_over_tp(p.grad))]

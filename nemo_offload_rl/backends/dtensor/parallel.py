@@ -1,10 +1,10 @@
 """Meshes and FSDP2 wrapping.
 
-The mesh is (dp, tp), row-major: ranks that are neighbours in `tp` share the same data. Every parameter ends up a
-DTensor on the whole mesh. With context parallelism it is (dp, cp, tp): neighbours in `cp` share the same rows, and
-parameters are sharded over both, since gradients are of different tokens. With expert parallelism `dp` is
-(dp_shard, ep): neighbours in `ep` share the experts of each layer, which FSDP divides further over `dp_shard`, and
-everything else over all of `dp`.
+The mesh is (dp, tp), row-major; ranks of one `tp` group get the same data. Every parameter becomes a DTensor on the
+whole mesh. With context parallelism the mesh is (dp, cp, tp): ranks of one `cp` group share the same rows, and
+parameters are sharded over `dp` and `cp`, whose ranks all have different tokens. With expert parallelism `dp` is
+(dp_shard, ep): ranks of one `ep` group divide each layer's experts, which FSDP shards further over `dp_shard`; all else
+is sharded over `dp`.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ _DP_CP = "dp_cp"
 
 @dataclass(frozen=True)
 class Meshes:
-    """The 1-D meshes that this rank is in.
+    """The 1-D meshes of this rank.
 
     Attributes:
         dp: Ranks with different data.
         tp: Ranks that share each layer.
-        fsdp: Ranks with different tokens, over which parameters are sharded: those of `dp` and `cp`.
+        fsdp: Ranks with different tokens (`dp` and `cp`), over which parameters are sharded.
         cp: Ranks that share each row; None without context parallelism.
-        dp_shard: With expert parallelism, ranks that share the experts that one rank of `ep` has; else None.
-        ep: Ranks that have different experts; None without expert parallelism.
+        dp_shard: Ranks that shard the same experts; None without expert parallelism.
+        ep: Ranks with different experts; None without expert parallelism.
     """
 
     dp: DeviceMesh
@@ -68,7 +68,7 @@ def build_meshes(
     expert_parallel_size: int,
     context_parallel_size: int = 1,
 ) -> Meshes:
-    """Spread all ranks over the meshes; `check_model` has refused sizes that do not divide them."""
+    """Build the meshes of all ranks; `check_model` has refused sizes that do not divide them."""
     dp_size = world_size // tensor_parallel_size
     if context_parallel_size > 1:
         shape = (dp_size // context_parallel_size, context_parallel_size, tensor_parallel_size)
@@ -84,16 +84,16 @@ def build_meshes(
 
 
 def check_model(config: Any, settings: DTensorConfig, longest: int, num_workers: int) -> None:
-    """Refuse models that the backend does not train, and those that the parallel sizes cannot split.
+    """Refuse a model that the backend does not train, or that the parallel sizes cannot split.
 
     Args:
         config: The Hugging Face config.
-        settings: With the sizes.
-        longest: Tokens that no row exceeds.
-        num_workers: Ranks of all data-parallel and model-parallel groups.
+        settings: The settings with the parallel sizes.
+        longest: Most tokens of a row.
+        num_workers: Number of all ranks.
 
     Raises:
-        ConfigError: Names what of the config is in the way, or the size and the key to change.
+        ConfigError: Names the part of the config, or the size and the key to change.
     """
     contents = config.to_dict()
     if (reason := unsupported(contents)) is not None:
@@ -116,21 +116,21 @@ def apply_fsdp(
     compute_dtype: torch.dtype,
     more_units: Iterable[Sequence[nn.Module]] = (),
 ) -> FSDPModule:
-    """Shard parameters over `fsdp`: one unit per layer, the rest in the root; experts that are divided are units too.
+    """Shard parameters over `fsdp`: a unit per layer, one for divided experts of a layer, and the root with the rest.
 
     Losses are divided by global counts already, so gradients are summed over the ranks in fp32.
 
     Args:
-        root: With everything below.
+        root: The module to shard.
         layers: The decoder layers.
-        meshes: Of `build_meshes`.
-        compute_dtype: To which parameters are cast as they are gathered.
-        more_units: Modules outside of the layers that are units too, each with all parameters that others share.
+        meshes: Result of `build_meshes`.
+        compute_dtype: Type to which parameters are cast when gathered.
+        more_units: Groups of modules outside of the layers, one unit each; modules with shared parameters are in one.
     """
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for layer in layers:
         if meshes.dp_shard is not None:
-            # Tokens and their weights come as they are, as they do to experts that are a part of the layer's unit.
+            # Inputs are not cast, as for experts inside the layer's unit.
             as_they_are = replace(policy, cast_forward_inputs=False)
             for experts in expert_modules(layer):
                 fully_shard(experts, mesh=meshes.dp_shard, mp_policy=as_they_are)
@@ -145,31 +145,31 @@ def apply_fsdp(
     )
     for module in fsdp_modules(wrapped):
         module.set_gradient_divide_factor(1.0)
-        # Without it a factor means NCCL's pre-multiplied sum, which gloo does not have.
+        # Otherwise a factor selects NCCL's pre-multiplied sum, which gloo lacks.
         module.set_force_sum_reduction_for_comms(True)
     return wrapped
 
 
 def fsdp_modules(root: FSDPModule) -> list[FSDPModule]:
-    """All FSDP units of a unit, itself first."""
+    """Return all FSDP units inside a unit, itself first."""
     return [module for module in cast(nn.Module, root).modules() if isinstance(module, FSDPModule)]
 
 
 def gather(layer: nn.Module) -> None:
-    """Begin to gather the parameters of a layer, after what the current stream has been asked for.
+    """Begin to gather a layer's parameters, after the work queued on the current stream.
 
-    Its own pre-forward hook would use streams that do not wait for the current one; asynchronous gathers use that one.
-    The hook waits for what was begun here.
+    Asynchronous gathers run on the current stream; the layer's own pre-forward hook would use streams that do not wait
+    for it. The hook then waits for this gather.
     """
     for module in fsdp_modules(cast(FSDPModule, layer)):
         module.unshard(async_op=True)
 
 
 def drop_unreduced_grads(root: FSDPModule) -> None:
-    """Forget gradients that backward passes without reduction have left with the gathered parameters.
+    """Drop unreduced gradients of gathered parameters, and reset FSDP after a failed backward pass.
 
-    FSDP has no call for it, and would add them to the next step's. Nor has it one for a backward pass that raised: it
-    takes the end of that pass to be still to come, and would not reduce the root's gradients in the next one.
+    FSDP has no call for either. It would add the gradients to the next step's. After a failed backward it still expects
+    that pass's end, and would not reduce the root's gradients in the next pass.
     """
     for module in fsdp_modules(root):
         state = module._get_fsdp_state()
@@ -190,10 +190,10 @@ def drop_unreduced_grads(root: FSDPModule) -> None:
 
 
 def reshard_all(root: FSDPModule) -> None:
-    """Free every gathered parameter, also where a forward or backward raised half-way.
+    """Free every gathered parameter, even after a failed forward or backward.
 
-    After a forward that raised, FSDP takes the root to be inside it still, and then `reshard` does nothing unless the
-    root may be resharded in forward. The gathered copies would be used by the next forward, however old they are.
+    After a failed forward, FSDP believes the root still runs, and `reshard` does nothing unless the root may be
+    resharded in forward. The next forward would then use outdated gathered copies.
     """
     root.set_reshard_after_forward(True, recurse=False)
     for module in fsdp_modules(root):
@@ -203,9 +203,9 @@ def reshard_all(root: FSDPModule) -> None:
 
 
 def cast_when_computed_again(layer: nn.Module, dtype: torch.dtype) -> None:
-    """Cast what a checkpointed layer is given in backward too: there FSDP's own hook does not.
+    """Cast a checkpointed layer's inputs in its recomputation too, where FSDP's own hook does not.
 
-    Rotary angles of OLMo 2 and ERNIE 4.5 are float32, whatever the hidden states are.
+    OLMo 2 and ERNIE 4.5 have float32 rotary angles, whatever the type of hidden states.
     """
     layer.register_forward_pre_hook(lambda _layer, args, kwargs: cast_inputs((args, kwargs), dtype), with_kwargs=True)
 
@@ -215,7 +215,7 @@ def cast_when_computed_again(layer: nn.Module, dtype: torch.dtype) -> None:
 
 @contextmanager
 def gathered(unit: FSDPModule) -> Iterator[None]:
-    """A unit's parameters in the compute type, cast once for all that the body does, which calls no hook of FSDP."""
+    """Gather a unit's parameters in the compute type, within the context, which must run no FSDP hooks."""
     unit.unshard()
     try:
         yield
@@ -224,15 +224,15 @@ def gathered(unit: FSDPModule) -> Iterator[None]:
 
 
 def cast_inputs[Values](values: Values, dtype: torch.dtype) -> Values:
-    """Floating tensors anywhere in `values` in another type, as FSDP casts what a unit is given."""
+    """Cast all floating-point tensors in nested `values`, as FSDP casts a unit's inputs."""
     return _apply_to_tensors(partial(_cast_fp_tensor, dtype), values)
 
 
 @torch.no_grad()
 def add_gradients(unit: FSDPModule) -> None:
-    """Add the gradients that autograd has left in the compute type to those of a unit's parameters, in float32.
+    """Add autograd's gradients, in the compute type, to the float32 gradients of a unit's parameters.
 
-    New ones are made in one storage, as FSDP does. Unlike FSDP's reduction it takes no further memory.
+    New gradients share one storage, as with FSDP. Unlike FSDP's reduction this takes no further memory.
     """
     group = unit._get_fsdp_state()._fsdp_param_group
     if group is None:

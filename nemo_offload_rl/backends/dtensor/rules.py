@@ -48,7 +48,7 @@ def inputs_of_recomputed_layers_are_offloaded(policy: TrainedPolicyConfig) -> st
 
 
 def _split_by(dtensor: DTensorConfig) -> str | None:
-    """The first key that splits layers or their rows over devices; None where none does."""
+    """Return the first key that splits layers or their rows over devices; None if none does."""
     names = ("tensor_parallel_size", "context_parallel_size")
     return next((name for name in names if getattr(dtensor, name) > 1), None)
 
@@ -165,7 +165,7 @@ def parallel_sizes_divide_the_world(cfg: PolicyRun) -> str | None:
 
 
 def _trained_model(cfg: PolicyRun) -> Mapping[str, Any] | None:
-    """The model's config.json; None where it is not known, or this backend does not train it."""
+    """Return the model's config.json; None if it is not known, or this backend does not train the model."""
     model = local_model_config(cfg) if cfg.policy.dtensor_cfg.enabled else None
     return None if model is None or unsupported(model) else model
 
@@ -188,7 +188,7 @@ def host_held_training_has_one_worker(cfg: PolicyRun) -> str | None:
 
 
 def one_worker_problem(policy: TrainedPolicyConfig, num_workers: int) -> str | None:
-    """Say why so many workers cannot hold their state on the host and what to do; None where they can."""
+    """Return why `num_workers` cannot keep their state on the host, and what to do; None if they can."""
     if policy.dtensor_cfg.cpu_offload and num_workers > 1:
         return (
             f"policy.dtensor_cfg.cpu_offload is true, but there are {num_workers} policy workers and it is for one; "
@@ -241,7 +241,7 @@ POLICY_RULES: tuple[Callable[[TrainedPolicyConfig], str | None], ...] = (
     host_held_training_is_of_all_weights,
     host_held_training_excludes_offload_keys,
 )
-"""Rules between keys of `policy`, which the backend checks again for settings that came another way."""
+"""Rules between keys of `policy`; the backend checks them again, for settings that no rule has seen."""
 
 
 def _of_run(rule: Callable[[TrainedPolicyConfig], str | None]) -> Rule[PolicyRun]:

@@ -23,19 +23,19 @@ _FP32_BYTES = 4
 
 
 def expected_state_bytes(settings: PolicySettings, world_size: int, device: torch.device) -> ExpectedBytes:
-    """Host bytes of one rank's parameters and optimizer states by row of the residency plan, before a weight is read.
+    """Compute one rank's host bytes of parameters and optimizer states by row of the residency plan; reads no weight.
 
-    Exact without tensor parallelism. With it an upper bound: which dimension a weight is split along is not known here.
+    Exact without tensor parallelism; an upper bound with it, since the split dimension of a weight is not known here.
     """
     check_model_folder(settings.model_name)
     config = load_config(settings.model_name, settings.hf_config_overrides)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     tp_size = settings.dtensor_cfg.tensor_parallel_size
-    dp_size = max(1, world_size // tp_size)  # sizes that do not fit together are refused as the backend is built
+    dp_size = max(1, world_size // tp_size)  # building the backend refuses sizes that do not divide
     elements = [_shard_elements(parameter.shape, dp_size, tp_size) for parameter in model.parameters()]
     params_bytes = _parameter_bytes(model, elements, _FP32_BYTES)
-    # Layers are gathered in the compute type, so a reference keeps no more.
+    # Layers are gathered in the compute type, so the reference is kept in it.
     read_bytes = compute_dtype(settings.precision).itemsize
     reference_bytes = _parameter_bytes(model, elements, read_bytes)
     rows = {PARAMS: params_bytes, **optimizer_row_bytes(settings, model.parameters(), elements, device)}
@@ -44,7 +44,7 @@ def expected_state_bytes(settings: PolicySettings, world_size: int, device: torc
         modules = [embedding, *decoder_layers(model), *([] if output.weight is embedding.weight else [output])]
         rows |= part_row_bytes(module.parameters() for module in modules)
         rows[PARAMS] -= rows[PARAMS_PART]
-    # Of one tensor a rank reads its part, at most the whole.
+    # A rank reads its part of one tensor at a time, at most the whole tensor.
     loading_bytes = max(_FP32_BYTES * parameter.numel() for parameter in model.parameters())
     return ExpectedBytes(
         state=rows,
@@ -56,10 +56,10 @@ def expected_state_bytes(settings: PolicySettings, world_size: int, device: torc
 
 
 def part_row_bytes(parts: Iterable[Iterable[Tensor]]) -> dict[str, int]:
-    """Bytes of the rows of parameters and gradients that pass through the device part by part.
+    """Compute the bytes of the rows of parameters and gradients that pass through the device part by part.
 
     Args:
-        parts: The parameters of each; FSDP keeps their gradients together.
+        parts: The parameters of each part; FSDP keeps a part's gradients in one storage.
     """
     sizes = [[_FP32_BYTES * parameter.numel() for parameter in part] for part in parts]
     params_bytes = sum(aligned(size) for part in sizes for size in part)
@@ -69,13 +69,13 @@ def part_row_bytes(parts: Iterable[Iterable[Tensor]]) -> dict[str, int]:
 def optimizer_row_bytes(
     settings: PolicySettings, parameters: Iterable[Tensor], elements: Sequence[int], device: torch.device
 ) -> dict[str, int]:
-    """Bytes of the optimizer's rows as the host arena holds them; empty for an optimizer that keeps nothing.
+    """Compute the bytes of the optimizer's rows in the host arena; empty for an optimizer without states.
 
     Args:
         settings: The policy's settings.
-        parameters: Whole ones, as far as they are trained.
-        elements: Of one rank's shard of each.
-        device: Where parameters are.
+        parameters: The trained parameters, whole.
+        elements: Number of elements of one rank's shard of each.
+        device: Device of the parameters.
 
     Raises:
         ConfigError: The optimizer cannot train here.
@@ -93,14 +93,14 @@ def optimizer_row_bytes(
 
 
 def _parameter_bytes(model: nn.Module, elements: Iterable[int], element_bytes: int) -> int:
-    """Bytes of one rank's parameters and buffers as the host arena holds them, `element_bytes` of each parameter."""
+    """Compute the host arena's bytes of one rank's parameters (`element_bytes` per element) and buffers."""
     return sum(aligned(count * element_bytes) for count in elements) + sum(
         aligned(buffer.nbytes) for buffer in model.buffers()
     )
 
 
 def _shard_elements(shape: Iterable[int], dp_size: int, tp_size: int) -> int:
-    """Elements of one rank's shard: FSDP splits the first dimension into equal parts, the last ones padded."""
+    """Count the elements of one rank's shard: FSDP splits the first dimension into equal, padded parts."""
     rows, *rest = shape
     if not rest:  # norms and biases: whole on every tensor-parallel rank
         return ceil(rows / dp_size)

@@ -1,7 +1,7 @@
-"""Checks of a model's config.json: whether the DTensor backend can train it, split it and share its rows.
+"""Checks of a model's config.json: the DTensor backend must be able to train it, split it and share its rows.
 
-Rules ask before Ray starts, the backend once more when it has the config. Imports `transformers` only where the plan of
-tensor parallelism is looked up that it declares with a config.
+Rules call them before Ray starts, and the backend again once it has the config. Only `declared_plan` imports
+`transformers`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from nemo_offload_rl.models.families import (
 from nemo_offload_rl.models.rope import changing_rope_type, malformed_rope, unchanged_length
 from nemo_offload_rl.models.shape import ModelShape
 
-_ALIGNED = 8  # 16-bit numbers in the 16 bytes to which `torch.nn.functional.grouped_mm` wants rows aligned
+_ALIGNED = 8  # 16-bit numbers in 16 bytes, the alignment that `torch.nn.functional.grouped_mm` needs for rows
 
 DROPS_AT_RANDOM = (
     "policy.dtensor_cfg.cpu_offload is true, but the model drops at random in training, and layers are computed again "
     "in another order; set policy.dropout to false"
 )
 
-# Styles of transformers 5.12.1's plans; `tensor_parallel.py` has what each becomes.
+# Styles of transformers 5.12.1's plans; `tensor_parallel.py` maps them to torch's.
 COLUMNS, COLUMNS_GATHERED = "colwise", "colwise_gather_output"
 ROWS, ROWS_OF_WHOLE_INPUT = "rowwise", "rowwise_split_input"
 WHOLE_AMONG_HEADS = "replicated_with_grad_allreduce"
@@ -37,7 +37,7 @@ STYLES = (COLUMNS, COLUMNS_GATHERED, ROWS, ROWS_OF_WHOLE_INPUT, WHOLE_AMONG_HEAD
 
 _PART_OF_A_LAYER = re.compile(r"\w+\.\*\.\w+")
 _HEADS, _KV_HEADS, _INNER, _VOCAB = "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"
-# Sizes that have to divide for a module of a plan to be split evenly.
+# Sizes that must be divisible, by module of a plan.
 _SPLIT_SIZES = {
     "q_proj": (_HEADS,),
     "k_proj": (_KV_HEADS,),
@@ -54,7 +54,7 @@ _SPLIT_SIZES = {
 
 
 def unsupported(config: Mapping[str, Any]) -> str | None:
-    """Say what of the config is refused and why; None where nothing is.
+    """Return the part of the config that is refused, and why; None if nothing is.
 
     Args:
         config: The contents of a config.json.
@@ -68,7 +68,7 @@ def unsupported(config: Mapping[str, Any]) -> str | None:
 
 
 def _uneven_experts(config: Mapping[str, Any]) -> str | None:
-    """Say which size of experts torch's grouped products do not take; None where they take all."""
+    """Return the size of experts that torch's grouped products do not support; None if they support all."""
     if not ModelShape.of(config).num_experts:
         return None
     inner = "moe_intermediate_size" if config.get("moe_intermediate_size") else "intermediate_size"
@@ -79,7 +79,7 @@ def _uneven_experts(config: Mapping[str, Any]) -> str | None:
 
 
 def sizes_problem(cfg: DTensorConfig, num_workers: int) -> str | None:
-    """Say why the parallel sizes do not divide the policy workers and what to do; None where they do."""
+    """Return why the parallel sizes do not divide the policy workers, and what to do; None if they do."""
     sizes = {"policy.dtensor_cfg.tensor_parallel_size": cfg.tensor_parallel_size}
     if cfg.context_parallel_size != 1:
         sizes["context_parallel_size"] = cfg.context_parallel_size
@@ -98,18 +98,18 @@ def sizes_problem(cfg: DTensorConfig, num_workers: int) -> str | None:
 
 
 def declared_plan(model_type: str) -> Mapping[str, str]:
-    """Style by name pattern inside the base model; empty where the family declares none."""
+    """Return the tensor-parallel style by name pattern inside the base model; empty if the family declares none."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     return CONFIG_MAPPING[model_type].base_model_tp_plan or {}
 
 
 def split_problem(config: Mapping[str, Any], plan: Mapping[str, str], size: int) -> str | None:
-    """Why a model cannot be split over `size` ranks and what to do, or None.
+    """Return why a model cannot be split over `size` ranks, and what to do; None if it can.
 
     Args:
         config: The contents of a config.json.
-        plan: Of `declared_plan`.
+        plan: Result of `declared_plan`.
         size: `policy.dtensor_cfg.tensor_parallel_size`.
     """
     key = f"policy.dtensor_cfg.tensor_parallel_size={size}"
@@ -153,13 +153,13 @@ def split_problem(config: Mapping[str, Any], plan: Mapping[str, str], size: int)
 
 
 def sequence_problem(config: Mapping[str, Any], plan: Mapping[str, str]) -> str | None:
-    """Why sequence parallelism does not know where a model's sequence is whole and what to do, or None.
+    """Return why sequence parallelism cannot split a model, and what to do; None if it can.
 
-    It is whole inside of the parts of a layer, attention and MLP, each of which ends with its one split of rows.
+    The sequence is gathered before attention and before the MLP, so each must end with its only row-wise split.
 
     Args:
         config: The contents of a config.json.
-        plan: Of `declared_plan`.
+        plan: Result of `declared_plan`.
     """
     rows_of: dict[str, int] = {}
     for pattern, style in plan.items():
@@ -176,7 +176,7 @@ def sequence_problem(config: Mapping[str, Any], plan: Mapping[str, str]) -> str 
 
 
 def context_problem(config: Mapping[str, Any], size: int, longest: int) -> str | None:
-    """Why ranks cannot share rows of a model and what to do, or None.
+    """Return why ranks cannot share rows of a model, and what to do; None if they can.
 
     Args:
         config: The contents of a config.json.
@@ -206,7 +206,7 @@ def context_problem(config: Mapping[str, Any], size: int, longest: int) -> str |
 
 
 def experts_problem(config: Mapping[str, Any], tensor_parallel_size: int, expert_parallel_size: int) -> str | None:
-    """Why a model's experts cannot be divided over ranks and what to do, or None.
+    """Return why a model's experts cannot be divided over ranks, and what to do; None if they can.
 
     Args:
         config: The contents of a config.json.

@@ -1,4 +1,4 @@
-"""A teacher on the DTensor backend: a model that is only read."""
+"""A teacher on the DTensor backend: a model that is never trained."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from nemo_offload_rl.residency import TEACHER, TEACHER_LAYER, StateGroup, Tensor
 
 
 class FrozenDTensor:
-    """See `FrozenModel`. Parameters have the type of `precision`.
+    """A `FrozenModel` whose parameters have the type of `precision`.
 
     Args:
-        settings: The teacher in a policy's terms.
-        process: This rank; the process group is there.
-        streams_layers: Each decoder layer is a group of its own, on the device for its own forward only.
+        settings: The teacher's settings, in the form of a policy's.
+        process: This rank; the process group must exist.
+        streams_layers: Make each decoder layer a state group that is on the device only for the layer's forward.
     """
 
     def __init__(self, settings: PolicySettings, process: ProcessInfo, *, streams_layers: bool = False) -> None:
@@ -43,7 +43,7 @@ class FrozenDTensor:
 
     @property
     def rank_info(self) -> RankInfo:
-        """Where this process stands."""
+        """This process's rank."""
         return self._built.rank_info
 
     @property
@@ -57,7 +57,7 @@ class FrozenDTensor:
         return self._built.head.softcap
 
     def state_groups(self) -> Sequence[StateGroup]:
-        """Parameters and buffers: one group that arrives layer by layer, or one of each layer and one of the rest."""
+        """Return one group that arrives layer by layer or, with streamed layers, one per layer and one of the rest."""
 
         def everything() -> Iterator[tuple[str, Tensor]]:
             yield from self._built.parameters
@@ -85,14 +85,14 @@ class FrozenDTensor:
         self._streamed_layers = streamed_layers
 
     def read(self, micro_batches: Sequence[TokenBatch], reader: Reader) -> list[Any]:
-        """See `FrozenModel`; with layers that are streamed, all of them come once for each micro-batch."""
+        """See `FrozenModel`; streamed layers all come once for each micro-batch."""
         found: list[Any] = []
         with self._built.reading():
             for micro_batch in micro_batches:
                 with self._pass():
                     batch, rows = self._built.on_device(micro_batch)
                     found.append(self._built.module(batch.input_ids, rows, reader))
-        # At the end: each of these waits for the device.
+        # At the end, since each copy waits for the device.
         return [type(it)(*(None if value is None else value.cpu() for value in it)) for it in found]
 
     @contextmanager
@@ -117,4 +117,4 @@ class FrozenDTensor:
         return max_over_ranks(value, self._built.dp_group, self._device)
 
     def close(self) -> None:
-        """Nothing: the process group is the policy's."""
+        """Do nothing: the process group is the policy's."""

@@ -1,9 +1,9 @@
 """Tensor and sequence parallelism, by the plan that a model declares.
 
-With sequence parallelism each rank has its part of the sequence between the parts of layers: norms, dropout and the
-residual stream are of single positions (arXiv 2205.05198). Attention and MLP see the whole sequence: it is gathered
-before them, and the split of rows that they end with adds up for each rank what is its own. Both together move the
-bytes of the one sum that they replace.
+With sequence parallelism, norms, dropout and the residual stream work on each rank's part of the sequence, since they
+treat positions separately (arXiv 2205.05198). Attention and MLP see the whole sequence: it is gathered before them, and
+their last, row-wise split ends in a reduce-scatter. Both together move as many bytes as the all-reduce that they
+replace.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from nemo_offload_rl.backends.dtensor.supported import (
 )
 
 _SEQUENCE_DIM, _HEADS_DIM = 1, 2  # [B, S, heads, head_dim], [B, S, hidden]
-_HIDDEN = "hidden_states"  # the argument's name, where it is named
+_HIDDEN = "hidden_states"  # the argument's name, if passed by keyword
 
 
 class _WholeParameters(ParallelStyle):
-    """Every rank has the whole parameters as DTensors; inputs and outputs stay plain tensors.
+    """Keeps whole parameters on every rank, as DTensors; inputs and outputs stay plain tensors.
 
-    `input_placement` says what the plain input is: the same everywhere, or this rank's heads or part of the sequence.
-    Unless it is the same, gradients of parameters are partial sums, which FSDP adds up over the tensor-parallel ranks.
+    `input_placement` is the placement of the plain input: replicated, or split by heads or by sequence. If it is split,
+    gradients of parameters are partial sums, which FSDP sums over the tensor-parallel ranks.
     """
 
     def __init__(self, input_placement: Placement) -> None:
@@ -57,7 +57,7 @@ class _WholeParameters(ParallelStyle):
 
 
 def _styles(split_input: Placement) -> dict[str, Callable[[], ParallelStyle]]:
-    """Styles by the words of a plan; parts of a layer give hidden states in this placement."""
+    """Return styles by a plan's words; row-wise splits give hidden states in the placement `split_input`."""
     return {
         COLUMNS: ColwiseParallel,
         COLUMNS_GATHERED: partial(ColwiseParallel, output_layouts=Replicate()),
@@ -72,15 +72,14 @@ def apply_tensor_parallel(
 ) -> None:
     """Split a Hugging Face causal model over `mesh` (1-D), in place; every rank holds the same weights before.
 
-    Inside the base model the plan of the model's config says how; what is not in it stays whole. The vocabulary is
-    split, and the output layer gives this rank's columns.
+    The base model is split by its config's plan; modules outside of the plan stay whole. The vocabulary is split:
+    the output layer gives this rank's columns.
 
     Args:
         causal_lm: The model.
         layers: Its decoder layers.
         mesh: The ranks.
-        splits_sequence: Between the parts of layers each rank has its part of the sequence only, which the mesh's size
-            divides (arXiv 2205.05198).
+        splits_sequence: Use sequence parallelism; the mesh's size divides the sequence.
     """
     embedding, head = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
     is_tied = head.weight is embedding.weight
@@ -89,7 +88,7 @@ def apply_tensor_parallel(
         head: ColwiseParallel(),
     }
     placement = Shard(_SEQUENCE_DIM) if splits_sequence else Replicate()
-    # Norms of the residual stream: of the parts of a layer the others are inside.
+    # Norms of the residual stream; other norms are inside attention or MLP.
     between = {child for module in (causal_lm.base_model, *layers) for child in module.children()}
     plan, styles = causal_lm.config.base_model_tp_plan, _styles(placement)
     for name, module in causal_lm.base_model.named_modules():
@@ -106,12 +105,12 @@ def apply_tensor_parallel(
 
 
 def _split_sequence(causal_lm: Any, layers: nn.ModuleList, mesh: DeviceMesh) -> None:
-    """Have hidden states be split before the first layer, whole inside of layers' parts and whole after the last norm.
+    """Split hidden states before the first layer; gather them for attention, for the MLP and after the last norm.
 
-    The base model itself goes on with whole sequences: positions and masks are of those.
+    Positions and masks of the base model stay those of whole sequences.
 
     Args:
-        causal_lm: The model, split by `apply_tensor_parallel`, whose norms between parts expect this.
+        causal_lm: The model, split by `apply_tensor_parallel` with `splits_sequence`.
         layers: Its decoder layers.
         mesh: 1-D; its size divides the sequence.
     """
@@ -135,7 +134,7 @@ def _split_sequence(causal_lm: Any, layers: nn.ModuleList, mesh: DeviceMesh) -> 
     for layer in layers:
         for part in layer.children():
             if any(True for _ in part.parameters()) and not any(True for _ in part.parameters(recurse=False)):
-                # A DTensor: the gradients of all layers that read it are added up once.
+                # A DTensor, so that gradients of all its readers are reduced once.
                 before(part, whole)
     (norm,) = (
         module

@@ -1,7 +1,7 @@
-"""Torch optimizers by their dotted names, and the states that an optimizer keeps for each parameter.
+"""Builds torch optimizers by dotted name, and finds the states that an optimizer keeps for each parameter.
 
-Steps on tiny parameters, sharded as the model's are, show whether an optimizer works here and which states it keeps.
-That takes milliseconds, so it is done before anything is started.
+Steps on tiny parameters, sharded like the model's, show whether an optimizer works here and which states it keeps.
+They take milliseconds, so they run before anything is started.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from nemo_offload_rl.keys.policy import OptimizerConfig
 from nemo_offload_rl.protocols.optimizer import OptimizerSpec
 from nemo_offload_rl.residency import local_tensor
 
-# What torch raises for arguments of a wrong type, value or combination, and in a step that it cannot do.
+# Errors that torch raises for wrong arguments, and in steps that it cannot do.
 REFUSALS = (TypeError, ValueError, RuntimeError, AssertionError, AttributeError, LookupError, ArithmeticError)
-# How a step is computed, not what: tried only where the run has the device that they need.
+# Arguments that choose an implementation, not the result; tried only if the run has the device that they need.
 _IMPLEMENTATIONS = ("capturable", "foreach", "fused")
 _NO_DECAY = {"weight_decay": 0.0}
 NO_OPTIMIZER = "policy.optimizer is null, but the DTensor backend has no other; set policy.optimizer.name and kwargs"
@@ -40,7 +40,7 @@ def optimizer_spec(settings: OptimizerConfig, *, on_gpu: bool) -> OptimizerSpec:
         on_gpu: The run has GPUs, so `fused`, `foreach` and `capturable` are not tried here.
 
     Raises:
-        ConfigError: It cannot be made, cannot step, or its update of a shard needs more than that shard.
+        ConfigError: The optimizer cannot be made, cannot step, or needs more than a shard to update it.
     """
     matrix, vector = torch.linspace(-1.0, 1.0, 24).view(6, 4), torch.linspace(0.5, 1.5, 6)
     kwargs = {name: value for name, value in settings.kwargs.items() if not (on_gpu and name in _IMPLEMENTATIONS)}
@@ -60,8 +60,8 @@ def optimizer_spec(settings: OptimizerConfig, *, on_gpu: bool) -> OptimizerSpec:
 
 
 def _try_steps(settings: OptimizerConfig, values: Sequence[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """The parameters after two steps, and the states of the first of them."""
-    # It belongs to no process group, and none is made for it; DTensor still refuses what it cannot do with shards.
+    """Return the parameters after two steps, and the states of the first parameter."""
+    # A mesh without process group; DTensor still refuses operations that it does not support on shards.
     mesh = DeviceMesh("cpu", torch.arange(1), _init_backend=False, _rank=0)
 
     def sharded(value: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ def _try_steps(settings: OptimizerConfig, values: Sequence[Tensor]) -> tuple[lis
 
     parameters = [nn.Parameter(sharded(value)) for value in values]
     optimizer: Any = build_optimizer(settings, parameters)
-    # With GPUs torch asks the current one whether a graph is captured, and the driver would get a context there.
+    # With GPUs, torch's check for graph capture would create a CUDA context in the driver process.
     optimizer._accelerator_graph_capture_health_check = _no_graph
     try:
         for scale in (1.0, -0.5):
@@ -83,7 +83,7 @@ def _try_steps(settings: OptimizerConfig, values: Sequence[Tensor]) -> tuple[lis
 
 
 def _no_graph() -> None:
-    """In the place of torch's check: no step here is part of a graph."""
+    """Replace torch's check for graph capture, since no step here is captured."""
 
 
 def _cannot_train(name: str, reason: str) -> ConfigError:
@@ -94,15 +94,15 @@ def _cannot_train(name: str, reason: str) -> ConfigError:
 
 
 def param_groups(settings: OptimizerConfig, parameters: NamedParameters) -> list[dict[str, Any]]:
-    """The optimizer's parameter groups: one, or a second one without weight decay, each for parameters of one mesh.
+    """Make the optimizer's parameter groups: with and without weight decay, and one per mesh.
 
-    Which parameters have no decay is as in megatron-core: biases, and all that have one dimension, which are the norms.
-    There is no second group where no parameter belongs to it, as with adapters. Optimizers update the parameters of a
-    group in one call, which takes DTensors of one mesh only; experts that are divided over ranks have their own.
+    As in megatron-core, biases and parameters with one dimension (norms) have no decay. Empty groups are left out. An
+    optimizer updates a group in one call, which takes DTensors of one mesh only; experts that are divided over ranks
+    have their own mesh.
 
     Args:
-        settings: `decay_norm_and_bias`.
-        parameters: By name; a DTensor's dimensions are those of the whole tensor, so all ranks agree.
+        settings: Its `decay_norm_and_bias` is read.
+        parameters: Parameters by name. A DTensor has the whole tensor's dimensions, so all ranks agree.
     """
     groups: dict[tuple[bool, int], dict[str, Any]] = {}
     for name, parameter in parameters:
@@ -116,10 +116,10 @@ def param_groups(settings: OptimizerConfig, parameters: NamedParameters) -> list
 def build_optimizer(
     settings: OptimizerConfig, parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 ) -> Optimizer:
-    """The optimizer that `policy.optimizer` names, over parameters or groups of them.
+    """Build the optimizer that `policy.optimizer` names, over parameters or groups of them.
 
     Raises:
-        ConfigError: The name is no optimizer, or it does not take these parameters or arguments.
+        ConfigError: The name is no optimizer, or the optimizer refuses these parameters or arguments.
     """
     cls = class_by_name("policy.optimizer.name", settings.name, Optimizer)
     try:
@@ -129,10 +129,10 @@ def build_optimizer(
 
 
 def class_by_name(key: str, dotted: str, base: type) -> Any:
-    """The class that `key` names by its dotted path, a subclass of `base`.
+    """Import the subclass of `base` that `key` names by its dotted path.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is no such class.
     """
     module_name, _, class_name = dotted.rpartition(".")
     try:
@@ -145,7 +145,7 @@ def class_by_name(key: str, dotted: str, base: type) -> Any:
 
 
 def does_not_fit(where: str, name: str, error: BaseException) -> ConfigError:
-    """The error of an optimizer or scheduler that refused its arguments."""
+    """Make the error for an optimizer or scheduler that refused its arguments."""
     return ConfigError(f"{where} cannot be {name} with these kwargs: {_first_line(error)}; correct {where}.kwargs")
 
 

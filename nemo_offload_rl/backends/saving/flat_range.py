@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 
 class FlatRange(Tensor):
-    """A placeholder in a checkpoint's state for a tensor `[num_elements]` of which this rank holds one range.
+    """A placeholder in a checkpoint's state for a tensor `[num_elements]`; this rank holds one range of it.
 
     It has the whole tensor's shape and no memory of its own, and supports no computation. The methods with underscores
     are torch.distributed.checkpoint's protocol for a tensor that is spread over ranks. If several ranks give the same

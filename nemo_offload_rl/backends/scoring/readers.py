@@ -35,7 +35,7 @@ class ReadScores:
 
     Attributes:
         stat: The stat; None for none.
-        with_whole: If a filter leaves a part of the vocabulary, also read logprobs over all of it.
+        with_whole: If there is a filter, also read logprobs over the whole vocabulary.
         only_whole: Ignore the filter: read logprobs over the whole vocabulary only.
     """
 

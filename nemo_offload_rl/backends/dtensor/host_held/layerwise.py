@@ -1,16 +1,16 @@
 """Passes over a model in parts, layer by layer, for one rank (`cpu_offload`).
 
-A part (the embedding, a layer, the output layer) is a unit of FSDP. It crosses the link once for many micro-batches: it
-comes, all of them go through it, it leaves. Between the layers are the hidden states of every micro-batch of a group. A
-group is as many micro-batches as fit the device, one at least; parts cross once for each.
+A part (the embedding, a layer, the output layer) is an FSDP unit. It comes to the device, all micro-batches of a group
+go through it, and it leaves. A group has as many micro-batches as fit the device, at least one; between parts their
+hidden states stay there.
 
-In training each layer is computed again from its input before its backward, as with activation checkpointing, and the
-gradients of a part are added up on the device over a group, in the order of micro-batches. So results are those of one
+In training each layer is computed again from its input before its backward, as with activation checkpointing. A part's
+gradients are summed on the device over a group, in the order of micro-batches. So results are those of one
 micro-batch after the other, bit for bit on a CPU.
 
-Order of a group over an embedding E, layers 1 and 2 and an output layer O: E 1 2 O, whose backward is O 2 1 E; E needs
-no weights in it. With tied embeddings O is E, and in each micro-batch their gradients are added up in the compute type.
-So these are computed together, and the output layer once more: E 1 2 E, backward 2 1 E.
+Order of a group over an embedding E, layers 1 and 2 and an output layer O: forward E 1 2 O, backward O 2 1 E, where E
+needs no weights. With tied embeddings O is E, and their gradients must be summed in the compute type in each
+micro-batch. So E's backward computes the output layer again, for both gradients: forward E 1 2 E, backward 2 1 E.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from nemo_offload_rl.residency.streams.work_memory import MARGIN, RESERVE_BYTES
 
 logger = logging.getLogger(__name__)
 
-_ON_DEVICE = 4  # inputs of layers, where the others are on the host: first, last, present and next one
+_ON_DEVICE = 4  # layer inputs on the device if they are offloaded: the first, last, present and next one
 
 type ReaderOf[Batch: TokenBatch] = Callable[[Batch], Reader]
-"""The reader for a micro-batch that is on the device."""
+"""Returns the reader for a micro-batch that is on the device."""
 
 type LossOf[Batch: TokenBatch] = Callable[[Any, Batch], tuple[Tensor, dict[str, Tensor]]]
-"""Loss and metrics of what its reader gives."""
+"""Computes loss and metrics of a micro-batch from its reader's result."""
 
 
 @dataclass
@@ -56,13 +56,13 @@ class _OnItsWay[Batch: TokenBatch]:
     """A micro-batch between two parts.
 
     Attributes:
-        batch: On the device.
-        rows: What the model gets.
-        given: To the layers.
-        hidden: Output of the last part; in the backward pass its gradient.
-        inputs: In training, of each layer that has run.
+        batch: The micro-batch, on the device.
+        rows: The model's rows for it.
+        given: Arguments of the layers.
+        hidden: Output of the last computed part; in the backward pass its gradient.
+        inputs: In training, the input of each layer that has run.
         output: With tied embeddings in training, the output of the last layer.
-        scores_grads: Likewise, gradients of the reader's scores.
+        scores_grads: With tied embeddings in training, gradients of the reader's scores.
     """
 
     batch: Batch
@@ -76,13 +76,13 @@ class _OnItsWay[Batch: TokenBatch]:
 
 @dataclass
 class _Groups:
-    """Sizes of groups in passes of one kind, learned as they run.
+    """Memory that groups of one kind of pass need, learned as they run.
 
     Attributes:
-        num_kept: Hidden states that are kept of each micro-batch.
-        most_bytes: Of all that is kept, after memory ran out; None before.
-        work_bytes: Most that a pass needed in addition; None before the first.
-        work_tokens: Of the largest micro-batch then.
+        num_kept: Number of hidden states kept for each micro-batch.
+        most_bytes: Limit of a group's kept bytes; None until memory has run out.
+        work_bytes: Most bytes that a group needed in addition to the kept ones; None before the first group.
+        work_tokens: Tokens of the largest micro-batch when `work_bytes` was measured.
     """
 
     num_kept: int
@@ -91,22 +91,22 @@ class _Groups:
     work_tokens: int = 1
 
     def expected_bytes(self, tokens: int) -> int | None:
-        """Device memory that a pass over micro-batches of up to so many tokens needs in addition, with a margin."""
+        """Estimate, with a margin, `work_bytes` for micro-batches of up to `tokens` tokens; None if unknown."""
         if self.work_bytes is None:
             return None
         return int(MARGIN * self.work_bytes * max(1.0, tokens / self.work_tokens)) + RESERVE_BYTES
 
 
 class LayerwisePasses:
-    """Runs passes over micro-batches.
+    """Runs passes over micro-batches, part by part.
 
     Args:
         built: The model, in parts.
-        passing: Moves them.
-        activations: Moves the inputs of layers, where they are offloaded; groups have one micro-batch then.
+        passing: Moves the parts.
+        activations: Offloads the inputs of layers, with one micro-batch in each group; None to keep them on the device.
 
     Attributes:
-        norms: Of each gradient in a part after a training pass, a 0-dim tensor on the device.
+        norms: Norm of each gradient in the parts after a training pass, a 0-dim tensor on the device.
     """
 
     def __init__(
@@ -126,29 +126,29 @@ class LayerwisePasses:
         self._training = _Groups((self._num_layers if activations is None else _ON_DEVICE) + 2)
         self._groups = self._reading  # of the present pass
         self._kept_bytes = self._num_together = 0  # of the present group
-        self._begun_bytes = 0  # on the device as the present group began
+        self._begun_bytes = 0  # allocated on the device when the present group began
         self._tokens = 0  # of the largest micro-batch of the pass
-        self._num_keeping_nothing = 0  # next training passes that keep no parts for the update
-        self._next_pause = 1  # of keeping, in passes, after the next lack of memory
-        self._may_keep = False  # parts for the update, in the present pass
-        self._has_kept = False  # in the present pass
+        self._num_keeping_nothing = 0  # number of next training passes that keep no parts for the update
+        self._next_pause = 1  # training passes that keep no parts after memory runs out again
+        self._may_keep = False  # the present pass may keep parts for the update
+        self._has_kept = False  # the present pass has kept a part
 
     @torch.no_grad()
     def check(self) -> None:
-        """Refuse a model whose layers cannot run one by one; brings the embedding and a layer.
+        """Refuse a model whose layers cannot run one by one, by running the embedding and a layer.
 
         Raises:
-            ConfigError: Names what is in the way.
+            ConfigError: Names the obstacle.
         """
         config = self._built.module.causal_lm.config.to_dict()
         modules = self._built.module.modules()
         if dropout_rates(config) or any(isinstance(module, nn.Dropout) and module.p for module in modules):
             raise ConfigError(DROPS_AT_RANDOM)
         batch = TokenBatch(input_ids=torch.zeros(1, 2, dtype=torch.int64), input_lengths=torch.tensor([2]))
-        # With gradients, as in training: nothing but hidden states may have one.
+        # With gradients, as in training: only hidden states may have one.
         with self._ready(), self._passing.on_device(0), gathered(self._unit(0)), torch.enable_grad():
             given = self._embedded(batch).given
-        # Compiled for this size, it would be compiled again for others.
+        # Not compiled: a layer compiled for this size would be compiled again for others.
         with self._passing.on_device(1), gathered(self._unit(1)), torch.compiler.set_stance("force_eager"):
             output: Any = self._model.layer(0, given.hidden, given)
         if not isinstance(output, Tensor) or output.shape != given.hidden.shape:
@@ -159,7 +159,7 @@ class LayerwisePasses:
     def read[Batch: TokenBatch](
         self, micro_batches: Sequence[Batch], reader_of: ReaderOf[Batch]
     ) -> list[tuple[Any, Batch]]:
-        """Read all micro-batches: what the reader gives of each, [B, S, ...], and the micro-batch on the device."""
+        """Return for each micro-batch its reader's result, [B, S, ...], and the micro-batch on the device."""
         return self._in_groups(lambda: self._read(micro_batches, reader_of))
 
     def train[Batch: TokenBatch](
@@ -169,26 +169,26 @@ class LayerwisePasses:
         loss_of: LossOf[Batch],
         before_micro_batch: Callable[[int], None],
     ) -> list[tuple[Tensor, dict[str, Tensor]]]:
-        """Add the gradients of all micro-batches; gives the loss and metrics of each.
+        """Accumulate the gradients of all micro-batches; return the loss and metrics of each.
 
         Args:
-            micro_batches: On the host.
-            reader_of: The reader of a micro-batch that is on the device.
-            loss_of: Loss and metrics of what it gives.
-            before_micro_batch: Called with the place of each before its last computation.
+            micro_batches: The micro-batches, on the host.
+            reader_of: See `ReaderOf`.
+            loss_of: See `LossOf`.
+            before_micro_batch: Called with the index of each micro-batch before its last computation.
         """
         return self._in_groups(
             lambda: self._train(micro_batches, reader_of, loss_of, before_micro_batch), after_failure=self.drop
         )
 
     def drop(self) -> None:
-        """Forget gradients and gathered parameters."""
+        """Drop gradients and gathered parameters."""
         self._passing.drop_gradients()
         self._built.drop_grads()
         self.norms = {}
 
     def _in_groups[Result](self, run: Callable[[], Result], after_failure: Callable[[], None] | None = None) -> Result:
-        """Run a pass; where memory runs out, once more in smaller groups of micro-batches."""
+        """Run a pass; if memory runs out, run it again with smaller groups of micro-batches."""
         while True:
             try:
                 return run()
@@ -198,32 +198,32 @@ class LayerwisePasses:
                 logger.info(
                     "Out of memory (%s); micro-batches pass in smaller groups.", str(error).split("\n")[0][:200]
                 )
-            # Outside of the handler: the error's traceback holds the failed pass's tensors.
+            # Outside of the handler, where the error's traceback no longer holds the failed pass's tensors.
             gc.collect()
             self._built.reshard()
             if after_failure is not None:
                 after_failure()
 
     def _make_groups_smaller(self) -> bool:
-        """After memory has run out, keep no parts for the update, or halve groups like the last one.
+        """After memory has run out, stop keeping parts for the update or, if none were kept, halve the group size.
 
-        Parts are kept again after a pause, which is twice as long each time.
+        Parts are kept again after a pause, which doubles each time.
 
         Returns:
-            False if none were kept and the group was one micro-batch.
+            False if no parts were kept and the group had one micro-batch.
         """
         if self._has_kept:
             self._has_kept = False
-            self._num_keeping_nothing = 1 + self._next_pause  # the pass that is run again among them
+            self._num_keeping_nothing = 1 + self._next_pause  # the repeated pass included
             self._next_pause *= 2
             return True
         had_several = self._num_together > 1
         if self._num_together:
-            # Sizes are foreseen from a group's first micro-batches, so a group may be over the limit already.
+            # Group sizes are estimated from the first micro-batches, so a group may exceed the limit already.
             groups = self._groups
             most_bytes = self._kept_bytes if groups.most_bytes is None else min(self._kept_bytes, groups.most_bytes)
             groups.most_bytes = most_bytes // 2
-        self._num_together = 0  # a pass that fails before it has a group of its own has none to divide
+        self._num_together = 0  # the next pass may fail before it has a group to divide
         return had_several
 
     @torch.no_grad()
@@ -276,20 +276,20 @@ class LayerwisePasses:
         self._has_kept = False
 
     def _embed[Batch: TokenBatch](self, micro_batches: Sequence[Batch]) -> list[_OnItsWay[Batch]]:
-        """Embed as many of the micro-batches, one at least, as have room for what is kept of each."""
+        """Embed as many micro-batches, at least one, as have room for their kept hidden states."""
         group: list[_OnItsWay[Batch]] = []
         groups, free_bytes = self._groups, self._passing.free_bytes()
         self._begun_bytes = self._passing.allocated_bytes()
         self._passing.restart_peak()
         if (work_bytes := groups.expected_bytes(self._tokens)) is None:
-            # A pass takes at most 16 bytes for each of a part's parameters (the cast copy, gradients, the next part),
-            # and what one layer, or the logits, need for a micro-batch: half of the rest, which may be too little.
+            # A pass takes at most 16 bytes for each of a part's parameters (the cast copy, gradients, the next part).
+            # One layer, or the logits, of a micro-batch get half of the rest; that may be too little.
             work_bytes = free_bytes - (free_bytes - 4 * self._largest_bytes) // 2
         limit_bytes = free_bytes - work_bytes
         if groups.most_bytes is not None:
             limit_bytes = min(limit_bytes, groups.most_bytes)
         if groups is self._training and self._activations is not None:
-            micro_batches = micro_batches[:1]  # there is host memory for the inputs of one
+            micro_batches = micro_batches[:1]  # host memory holds the layer inputs of one micro-batch
         kept_bytes = tokens = 0
         with self._present(0, following=1):
             for micro_batch in micro_batches:
@@ -304,10 +304,9 @@ class LayerwisePasses:
         return group
 
     def _learn(self) -> None:
-        """Note what the present group needed; the next ones may fill the rest.
+        """Record the memory that the present group needed, which limits the size of the next groups.
 
-        The peak need not be where most hidden states are kept. Each further micro-batch raises it by at most what is
-        kept of that one.
+        Each further micro-batch raises the peak by at most its kept hidden states, wherever in the pass the peak is.
         """
         peak_bytes, groups = self._passing.restart_peak(), self._groups
         if peak_bytes and not self._has_kept:
@@ -325,13 +324,13 @@ class LayerwisePasses:
                     if not keeps_inputs:
                         it.hidden = self._model.layer(index, hidden, it.given).detach()
                         continue
-                    # With the kernels that compute it again, whose graph is gone at once.
+                    # With gradient, so that the same kernels run as in the recomputation; the graph is dropped at once.
                     kept = self._keep_input(it, hidden.requires_grad_(), stays=is_last or not index)
                     it.hidden = self._model.layer(index, hidden, it.given).detach()
                     kept.release()
 
     def _keep_input(self, it: _OnItsWay[Any], hidden: Tensor, *, stays: bool) -> KeptInput:
-        """Keep a layer's input for its backward; the first layer's is the embedding's output, which stays anyway."""
+        """Keep a layer's input for its backward; with `stays` it is not offloaded."""
         if self._activations is None:
             kept = KeptInput(hidden)
         else:
@@ -348,7 +347,7 @@ class LayerwisePasses:
         measures: bool,
     ) -> list[tuple[Tensor, dict[str, Tensor]]]:
         found: list[tuple[Tensor, dict[str, Tensor]]] = []
-        self._passing.restart_peak()  # states of the step before may have been leaving
+        self._passing.restart_peak()  # the last step's states may still have been leaving
         last_layer = self._num_layers
         gradients = last_layer if self._is_tied else self._output
         with self._present(self._output, following=last_layer, with_gradients=gradients):
@@ -370,7 +369,7 @@ class LayerwisePasses:
         return found
 
     def _differentiate(self, it: _OnItsWay[Any], hidden: Tensor, scores: Any, loss: Tensor) -> None:
-        """Gradients of hidden states and scores; parameters get theirs together with the embedding's."""
+        """Compute gradients of hidden states and scores; the embedding's backward computes parameters' gradients."""
         with_graph = _with_graph(scores)
         it.scores_grads = torch.autograd.grad(loss, with_graph, allow_unused=True)
         pairs = [(score, grad) for score, grad in zip(with_graph, it.scores_grads, strict=True) if grad is not None]
@@ -380,9 +379,10 @@ class LayerwisePasses:
     def _backward_of_layers(self, group: Sequence[_OnItsWay[Any]], *, measures: bool) -> None:
         for index in reversed(range(self._num_layers)):
             part = index + 1
-            # An embedding of its own needs no weights now, but with the next group.
+            # An untied embedding needs its weights only with the next group.
             following = part - 1 if index or self._is_tied or not measures else None
-            self._passing.bring_gradients(part)  # before those of the next part come: three parts' at most are there
+            # Before the next part's gradients come, so at most three parts' gradients are on the device.
+            self._passing.bring_gradients(part)
             with self._present(part, following=following, with_gradients=part - 1):
                 for it in group:
                     hidden = it.inputs.pop().read().requires_grad_()
@@ -427,7 +427,7 @@ class LayerwisePasses:
 
     @contextmanager
     def _ready(self) -> Iterator[None]:
-        """Inside the body, parameters of no part are there in the compute type, and no hook of FSDP runs."""
+        """Within the context, gather the parameters outside of all parts, and run no FSDP hooks."""
         with gathered(self._built.fsdp_root), self._model.without_hooks():
             yield
 
@@ -438,7 +438,7 @@ class LayerwisePasses:
     def _present(
         self, index: int, following: int | None = None, *, with_gradients: int | None = None
     ) -> Iterator[None]:
-        """A part's cast parameters on the device; they themselves leave at once, for those of the `following` one."""
+        """Bring a part and cast its parameters; the originals leave at once to make room for the `following` part."""
         self._passing.bring(index)
         with gathered(self._unit(index)):
             self._passing.has_read(index, following, with_gradients=with_gradients)
@@ -449,7 +449,7 @@ class LayerwisePasses:
         add_gradients(self._built.fsdp_root)
 
     def _send_gradients(self, index: int, measures: bool) -> None:
-        """Send a part's gradients away, or after the last pass over it keep the part for the update."""
+        """Offload a part's gradients, or keep the part for the update after its last backward (`measures`)."""
         if measures:
             self.norms |= gradient_norms(parameter for _, parameter in self._parts[index].parameters)
             if self._may_keep and self._keeps(index):
@@ -457,7 +457,7 @@ class LayerwisePasses:
         self._passing.has_gradients(index)
 
     def _keeps(self, index: int) -> bool:
-        """Keep a part for the update if the rest of the pass still has room."""
+        """Keep a part for the update if the rest of the pass has room; return whether it was kept."""
         self._learn()
         work_bytes = self._training.expected_bytes(self._tokens)
         if work_bytes is None or not self._passing.keep(index, work_bytes):

@@ -1,7 +1,7 @@
-"""A Hugging Face model whose layers run one by one, without taking the model apart.
+"""Runs a Hugging Face model's layers one by one, without taking the model apart.
 
-Its own forward runs with stand-ins in the place of its layers. They record the arguments of each layer (rotary angles,
-masks), or return the last layer's output, from which the model's forward goes on.
+The model's own forward runs with stand-ins in place of its layers. They record each layer's arguments (rotary angles,
+masks), or return the last layer's output, from which the model's forward continues.
 
 FSDP's hooks do not run: the caller has gathered the parameters.
 """
@@ -25,7 +25,7 @@ from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.protocols.scoring import Reader
 
 _PLAIN = (Tensor, bool, int, float, str, torch.dtype, type(None))
-_NO_ID = -1  # those of torch's hooks begin at 0
+_NO_ID = -1  # ids of torch's hooks begin at 0
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class LayerInputs:
     """Inputs of a model's layers for a micro-batch.
 
     Attributes:
-        hidden: [R, L, H] the first layer's, with the graph of what made it.
+        hidden: [R, L, H] input of the first layer, with its autograd graph.
         others: Other arguments of each layer.
     """
 
@@ -41,13 +41,13 @@ class LayerInputs:
     others: list[tuple[tuple[Any, ...], dict[str, Any]]]
 
     def others_bytes(self) -> int:
-        """Size of the other arguments; most of them are the same for all layers."""
+        """Return the bytes of the other arguments, counting tensors that layers share once."""
         storages = {it.untyped_storage() for it in tree_leaves(self.others) if isinstance(it, Tensor)}
         return sum(storage.nbytes() for storage in storages)
 
 
 class SteppedModel:
-    """The model's passes, a layer at a time.
+    """Runs the model's forward one layer at a time.
 
     Args:
         built: The model.
@@ -66,7 +66,7 @@ class SteppedModel:
 
     @contextmanager
     def without_hooks(self) -> Iterator[None]:
-        """Inside the body embedding and output layer run as they are, as layers do in `layer`."""
+        """Within the context, embedding and output layer run without hooks, except for a cast of their inputs."""
 
         def cast_before(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             return cast_inputs(inputs, self._dtype)
@@ -109,12 +109,12 @@ class SteppedModel:
         return LayerInputs(cast_inputs(hidden[0], self._dtype), others)
 
     def layer(self, index: int, hidden: Tensor, inputs: LayerInputs) -> Tensor:
-        """A layer's output for hidden states in the compute type."""
+        """Compute a layer's output for hidden states in the compute type."""
         args, kwargs = cast_inputs(inputs.others[index], self._dtype)
         return self._layers[index].forward(hidden, *args, **kwargs)
 
     def read(self, hidden: Tensor, input_ids_BS: Tensor, rows: ModelRows, reader: Reader) -> Any:
-        """Read the scored tokens, from the last layer's output on."""
+        """Apply the reader to the scored tokens, given the last layer's output."""
 
         def give_output(*_: Any) -> Tensor:
             return hidden
@@ -138,11 +138,11 @@ class SteppedModel:
 
 
 class _StandIn(nn.Module):
-    """Takes a layer's place while the model's own forward runs; has the layer's attributes, but not its parameters."""
+    """Replaces a layer while the model's own forward runs; it has the layer's attributes, but not its parameters."""
 
     def __init__(self, layer: nn.Module, index: int, run: Callable[..., Tensor]) -> None:
         super().__init__()
-        self._of = (layer,)  # in a tuple it is no part of this module
+        self._of = (layer,)  # in a tuple, so that it is no submodule
         self._index = index
         self._run = run
 
@@ -155,7 +155,7 @@ class _StandIn(nn.Module):
 
 
 def unsuited(reason: str) -> ConfigError:
-    """Refuses a model whose layers cannot run one by one."""
+    """Make the error that refuses a model whose layers cannot run one by one."""
     return ConfigError(
         f"policy.dtensor_cfg.cpu_offload is true, but the model does not run layer by layer: {reason}; set it to false"
     )
@@ -166,7 +166,7 @@ def _is_of(child: nn.Module, layer: nn.Module) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether an argument is of a type that a layer cannot change for the next one."""
+    """Tell whether a layer's argument is plain data that carries no gradient."""
     if isinstance(value, tuple):
         return all(_is_plain(part) for part in value)
     return isinstance(value, _PLAIN) and not (isinstance(value, Tensor) and value.requires_grad)
