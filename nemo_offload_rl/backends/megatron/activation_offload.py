@@ -1,15 +1,15 @@
-"""Megatron-core's fine-grained activation offloading, made fit for reinforcement learning.
+"""Megatron-core's fine-grained activation offloading, adapted to reinforcement learning.
 
-Megatron-core 0.19.2 (pipeline_parallel/fine_grained_activation_offload.py) learns in its first pass, the warm-up, which
-tensors there are to move, and keeps to that for ever. Three things go wrong with that in a policy worker:
+Megatron-core 0.19.2 (pipeline_parallel/fine_grained_activation_offload.py) records in its first pass, the warm-up,
+which tensors to move, and never updates that record. This fails in a policy worker in three ways:
 
-1. The first pass is often one of logprobs, which keeps no activations: from then on training moves a small part of what
-   it should, without an error. `forward_only` keeps such passes away from it.
-2. Micro-batches beyond the number that the warm-up had are not offloaded at all. Where micro-batches are made by tokens
-   that number changes; `training_pass` warms up again when it grows.
-3. Its host buffers are kept by exact shape. `HostBufferPool` takes their place.
+1. The first pass often computes logprobs and keeps no activations. Training then moves only a small part of its
+   activations, without an error. `forward_only` hides such passes from the warm-up.
+2. A pass with more micro-batches than the warm-up does not offload the additional ones. The number varies where
+   micro-batches are formed by tokens; `training_pass` warms up again when it grows.
+3. Megatron-core keeps a host buffer for each exact shape. `HostBufferPool` replaces these buffers.
 
-A pass that raised leaves it in the middle of its lists; `training_pass` starts it afresh.
+A pass that raises leaves the offload manager in an unfinished state; `training_pass` then creates a new one.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from nemo_offload_rl.residency import new_region_on
 
 logger = logging.getLogger(__name__)
 
-_SPARE = 1.5  # for adapters, padding, and whatever else Transformer Engine may keep beside what is listed here
-_ATTRIBUTES = {"core_attn": "core_attention"}  # where Megatron's attribute is not called as its module
+_SPARE = 1.5  # margin for adapters, padding, and tensors of Transformer Engine that are not listed here
+_ATTRIBUTES = {"core_attn": "core_attention"}  # module names that differ from Megatron's attribute names
 
 
 class ActivationOffloading:
-    """The guard around `get_forward_backward_func()`; does nothing where the configurations do not offload.
+    """Guard around `get_forward_backward_func()`; does nothing if no configuration offloads activations.
 
     Args:
-        configs: `TransformerConfig` of every model chunk of this rank; the same object may come twice.
+        configs: `TransformerConfig` of every model chunk of this rank; an object may occur more than once.
         host_limit_bytes: See `HostBufferPool`.
-        device: Where the model computes.
+        device: Device of the model.
     """
 
     def __init__(self, configs: Sequence[Any], host_limit_bytes: int, device: torch.device) -> None:
@@ -55,20 +55,20 @@ class ActivationOffloading:
 
     @property
     def is_enabled(self) -> bool:
-        """True where activations are offloaded."""
+        """True if activations are offloaded."""
         return bool(self._configs)
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that the buffers take."""
+        """Size of the host buffers."""
         return self._pool.total_bytes if self._pool is not None else 0
 
     @contextmanager
     def training_pass(self, num_micro_batches: int) -> Iterator[None]:
-        """Around a forward and backward pass.
+        """Wrap a forward and backward pass.
 
-        The first one, and one with more micro-batches than any before, tells megatron-core what there is to move: it
-        gathers over all ranks, which therefore need the same number of micro-batches, and prints a table.
+        Megatron-core warms up in the first pass and in each pass with more micro-batches than any before it. The
+        warm-up gathers over all ranks, so they need the same number of micro-batches, and prints a table.
         """
         if not self.is_enabled:
             yield
@@ -84,13 +84,13 @@ class ActivationOffloading:
 
     @contextmanager
     def forward_only(self) -> Iterator[None]:
-        """Around a pass without a backward pass: logprobs, evaluation, the reference. May be nested."""
+        """Wrap a pass without a backward pass: logprobs, evaluation, the reference. May be nested."""
         configs = [config for config in self._configs if config.fine_grained_activation_offloading]
         if not configs:
             yield
             return
         manager = _manager_class().OFFLOAD_MGR
-        # The flag keeps the pass from opening chunks and from ending a warm-up; layers ask the manager instead.
+        # The cleared flag stops the pass from opening chunks and ending a warm-up; layers ask the manager instead.
         for config in configs:
             config.fine_grained_activation_offloading = False
         if manager is not None:
@@ -104,14 +104,14 @@ class ActivationOffloading:
                 manager.enable_offload()
 
     def close(self) -> None:
-        """Give the host memory back; the next training pass takes it again."""
+        """Release the host memory; the next training pass allocates it again."""
         if self._pool is not None:
             self._start_afresh()
             self._warm_micro_batches = 0
             self._pool.clear()
 
     def _start_afresh(self) -> None:
-        """A new manager, which warms up in the next pass, over the same host memory."""
+        """Create a manager that warms up in the next pass and uses the same host memory."""
         self._synchronize()
         if self._pool is None:
             self._pool = HostBufferPool(self._host_limit_bytes, new_region_on(self._device), self._synchronize)
@@ -126,10 +126,10 @@ class ActivationOffloading:
 
 
 def check_transformer_engine() -> None:
-    """Refuse to offload activations where Transformer Engine cannot or would move weights too.
+    """Refuse to offload activations if Transformer Engine is missing or would also move weights.
 
     Raises:
-        ConfigError: Transformer Engine is missing, or its process started without `NVTE_CPU_OFFLOAD_V1=1`.
+        ConfigError: Transformer Engine is missing, or this process started without `NVTE_CPU_OFFLOAD_V1=1`.
     """
     key = "policy.megatron_cfg.fine_grained_activation_offloading"
     try:
@@ -146,18 +146,18 @@ def check_transformer_engine() -> None:
 
 
 def host_bytes_at_most(config: Any, num_layers: int, settings: PolicySettings, cfg: MegatronConfig) -> int:
-    """Host memory that offloaded activations can need: by tokens and layers, or the limit where that is less.
+    """Estimate the most host memory that offloaded activations need, from tokens and layers; at most the limit.
 
-    Activations of experts, which do not go through the buffers, are not counted.
+    Activations of experts do not pass through the buffers and are not counted.
 
     Args:
         config: The model's `TransformerConfig`.
-        num_layers: Layers of this rank.
-        settings: The policy's settings: tokens of a micro-batch.
-        cfg: The Megatron backend's settings: modules, parallelism, the limit.
+        num_layers: Number of layers on this rank.
+        settings: The policy's settings, for the tokens of a micro-batch.
+        cfg: The Megatron backend's settings, for modules, parallelism and the limit.
     """
     limit_bytes = int(cfg.activation_offload_host_limit_gib * 2**30)
-    if settings.precision == "float32":  # attention that keeps a matrix of scores
+    if settings.precision == "float32":  # attention then keeps a matrix of scores
         return limit_bytes
     tokens = settings.most_train_tokens / cfg.context_parallel_size
     tensors = [
@@ -166,12 +166,12 @@ def host_bytes_at_most(config: Any, num_layers: int, settings: PolicySettings, c
         for elements in elements_a_token(config, module, cfg)
     ]
     layers = math.ceil(cfg.activation_offload_fraction * num_layers)
-    # The first stage of a pipeline has as many micro-batches under way as there are stages.
+    # The first pipeline stage holds the activations of as many micro-batches as there are stages.
     return min(limit_bytes, int(_SPARE * cfg.pipeline_model_parallel_size * layers * sum(tensors)))
 
 
 def elements_a_token(config: Any, module: str, cfg: MegatronConfig) -> tuple[float, ...]:
-    """Of each tensor that a module of one layer keeps for its backward pass: elements for each token."""
+    """Return the elements per token of each tensor that a module of one layer keeps for its backward pass."""
     tp_size = cfg.tensor_model_parallel_size
     hidden = config.hidden_size / (tp_size if cfg.sequence_parallel else 1)
     queries = config.num_attention_heads * config.kv_channels / tp_size
@@ -179,18 +179,18 @@ def elements_a_token(config: Any, module: str, cfg: MegatronConfig) -> tuple[flo
     softmax = 2 * config.num_attention_heads / tp_size  # float32
     return {
         "attn_norm": (hidden,),
-        "qkv_linear": (hidden, hidden, queries, keys),  # its norm's input and output, and what the norms of Qwen3 take
-        "core_attn": (queries, keys, keys, queries, softmax),  # its output is kept too
+        "qkv_linear": (hidden, hidden, queries, keys),  # input and output of its norm, inputs of Qwen3's norms
+        "core_attn": (queries, keys, keys, queries, softmax),  # includes its output
         "attn_proj": (queries,),
         "mlp_norm": (hidden,),
     }.get(module, ())
 
 
 def check_modules(chunks: Sequence[nn.Module], names: Sequence[str]) -> None:
-    """Refuse names of `policy.megatron_cfg.offload_modules` that stand for nothing in the model.
+    """Refuse names of `policy.megatron_cfg.offload_modules` that match no module of the model.
 
     Raises:
-        ConfigError: A dense model has no experts; a norm may be fused into the product behind it.
+        ConfigError: A name has no match: a dense model has no experts, and a norm may be fused into the next product.
     """
     found = {
         name
@@ -207,7 +207,7 @@ def check_modules(chunks: Sequence[nn.Module], names: Sequence[str]) -> None:
 
 
 def _manager_class() -> Any:
-    # Here, since megatron takes seconds to import.
+    # Imported late: importing megatron takes seconds.
     from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 
     return PipelineOffloadManager

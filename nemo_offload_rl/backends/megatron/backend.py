@@ -1,7 +1,7 @@
 """The Megatron backend: one rank's part of a Megatron-core model, its optimizer and its schedule.
 
-Parameters have the type of `policy.precision`; with bfloat16, fp32 masters are the optimizer's. Gradients of the global
-batch are in Megatron's flat buffers from `forward_backward` to `optim_step`.
+Parameters have the type of `policy.precision`; with bfloat16 the optimizer holds fp32 masters. Megatron's flat buffers
+hold the gradients of the global batch from `forward_backward` to `optim_step`.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class MegatronBackend:
     Args:
         settings: The policy's settings.
         cfg: `settings.backend`.
-        process: This rank; the process group and Megatron's are joined, or made, here. Those that were made end with an
-            error here too.
+        process: This rank. The constructor joins or creates the process group and Megatron's groups. If it fails, it
+            destroys the groups that it created.
     """
 
     def __init__(self, settings: PolicySettings, cfg: MegatronConfig, process: ProcessInfo) -> None:
@@ -77,7 +77,7 @@ class MegatronBackend:
             self._made = made.pop_all()
 
     def _build(self, process: ProcessInfo) -> None:
-        """Everything that needs the process groups."""
+        """Build everything that needs the process groups."""
         settings, cfg = self._settings, self._cfg
         self._rank_info = parallel.rank_info(process)
         parallel.seed_everything(settings.seed)
@@ -101,20 +101,20 @@ class MegatronBackend:
 
     @property
     def rank_info(self) -> RankInfo:
-        """Where this process stands."""
+        """This process's place among the ranks."""
         return self._rank_info
 
     @property
     def device(self) -> torch.device:
-        """Where parameters are while they are not offloaded."""
+        """Device of the parameters while they are not offloaded."""
         return self._device
 
     # -- state -----------------------------------------------------------------------------------------------------
 
     def state_groups(self) -> Sequence[StateGroup]:
-        """`params` (buffers included), `grads`, `optimizer` and its streamed parts.
+        """Return `params` (buffers included), `grads`, `optimizer` and its streamed parts.
 
-        With adapters `params` are the adapters, and `base` has the model's own parameters and the buffers.
+        With adapters, `params` holds the adapters, and `base` the model's own parameters and the buffers.
         """
         return (
             *state.weight_groups(self._chunks, has_adapters=self._cfg.peft.enabled),
@@ -123,11 +123,11 @@ class MegatronBackend:
         )
 
     def activation_host_bytes(self) -> int:
-        """What the buffers of offloaded activations can take."""
+        """Return the largest size of the host buffers for offloaded activations."""
         return self._most_activation_bytes if self._activations.is_enabled else 0
 
     def expected_bytes(self) -> dict[str, int]:
-        """Sizes of the groups that the host may hold."""
+        """Return the sizes of the state groups that may be on the host."""
         sizes = state.weight_bytes(self._chunks, has_adapters=self._cfg.peft.enabled)
         sizes[OPTIMIZER] = self._streamed.rest_bytes
         if self._streamed.streamed_bytes:
@@ -143,7 +143,7 @@ class MegatronBackend:
         norm: LossNorm,
         before_micro_batch: Callable[[int], None],
     ) -> tuple[float, dict[str, float]]:
-        """Accumulate gradients over all micro-batches; loss and metrics are reduced over data-parallel ranks."""
+        """Accumulate gradients over all micro-batches; reduce loss and metrics over the data-parallel ranks."""
         consume, reader_of = losses_of(loss_fn, norm), self._passes.reader_of(loss_fn)
         with self._passes.training(micro_batches):
             schedule = self._passes.schedule(micro_batches, consume, reader_of, before_micro_batch, forward_only=False)
@@ -153,7 +153,7 @@ class MegatronBackend:
     def evaluate(
         self, micro_batches: Sequence[TrainBatch], loss_fn: LossFn, norm: LossNorm
     ) -> tuple[float, dict[str, float]]:
-        """Loss and metrics without gradients, dropout off."""
+        """Return loss and metrics, without gradients and dropout."""
         consume, reader_of = losses_of(loss_fn, norm), self._passes.reader_of(loss_fn)
         with self._passes.reading():
             schedule = self._passes.schedule(micro_batches, consume, reader_of, forward_only=True)
@@ -172,7 +172,7 @@ class MegatronBackend:
         return found
 
     def logprobs(self, micro_batches: Sequence[TokenBatch], *, whole: bool = False) -> list[Tensor]:
-        """[B, S] float32 logprobs on the CPU for each micro-batch, dropout off."""
+        """Return float32 logprobs [B, S] of each micro-batch on the CPU, without dropout."""
         reader = ReadScores(only_whole=whole)
         with self._passes.reading():
             schedule = self._passes.schedule(micro_batches, keep_scores, lambda _: reader, forward_only=True)
@@ -181,7 +181,7 @@ class MegatronBackend:
 
     @property
     def vocab_size(self) -> int:
-        """Columns of the logits on all ranks."""
+        """Number of columns of the logits over all ranks."""
         return self._model.hf_config.vocab_size
 
     @property
@@ -194,17 +194,17 @@ class MegatronBackend:
         self._passes.teacher_head = head
 
     def use_parts(self, passing: PassingParts) -> None:
-        """Never called: parameters are a few buffers of all layers."""
+        """Do nothing; never called, since parameters lie in a few buffers that span all layers."""
 
     def drop_grads(self) -> None:
-        """Zero the gradient buffers and forget what a pass that raised left behind."""
+        """Zero the gradient buffers and drop leftovers of a pass that raised."""
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         self._model.biases.forget()
 
     def optim_step(self, streamed: Iterable[str] = ()) -> StepResult:
-        """Clip, update and zero the gradients; skipped if their norm is not finite."""
+        """Clip the gradients, update the parameters and zero the gradients; no update if the norm is not finite."""
         learning_rate = float(self._optimizer.param_groups[0]["lr"])
         with self._streamed.streaming(iter(streamed)):
             is_updated, _, _ = self._optimizer.step()
@@ -212,7 +212,7 @@ class MegatronBackend:
             self._model.biases.update()
         self.drop_grads()
         if self._cfg.distributed_data_parallel_config.overlap_param_gather:
-            # Parameters are whole between calls: they may leave, be sent or be saved next.
+            # Gather the parameters now: the next call may offload, send or save them.
             with torch.no_grad():
                 for chunk in self._chunks:
                     chunk.start_param_sync(force_sync=True)
@@ -226,15 +226,15 @@ class MegatronBackend:
         )
 
     def advance_schedule(self) -> None:
-        """One tick of `policy.megatron_cfg.scheduler`."""
+        """Advance `policy.megatron_cfg.scheduler` by one step."""
         self._scheduler.step(1)
 
     def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
-        """Sums over the data-parallel ranks."""
+        """Return sums over the data-parallel ranks."""
         return sum_over_ranks(values, parallel.data_parallel_group(), self._device)
 
     def all_reduce_max(self, value: int) -> int:
-        """The largest value over the data-parallel ranks."""
+        """Return the largest value over the data-parallel ranks."""
         return max_over_ranks(value, parallel.data_parallel_group(), self._device)
 
     # -- weights ---------------------------------------------------------------------------------------------------
@@ -247,21 +247,21 @@ class MegatronBackend:
             caches.clear_fp8_caches(self._chunks)
 
     def weight_specs(self) -> list[WeightSpec]:
-        """What `named_weights` yields; the first call goes through it, since only the conversion knows the shapes."""
+        """Return the specs of `named_weights`; the first call runs it, since only the conversion knows the shapes."""
         if self._weight_specs is None:
             self._weight_specs = [WeightSpec(name, tuple(t.shape), t.dtype) for name, t in self.named_weights()]
         return self._weight_specs
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors, one at a time; tied tensors once, experts of a layer stacked; a collective over all ranks.
+        """Yield full tensors, tied ones once and a layer's experts stacked; a collective over all ranks.
 
-        Adapters are merged into the weights that they belong to.
+        Adapters are merged into their weights.
         """
         chunks = list(self._chunks)
-        # Which parameter becomes which tensors. Looking for it again in each refit takes as long as all the rest.
+        # Maps parameters to exported tensors. Making it anew in each refit takes as long as the rest of the export.
         if self._conversions is None:
             self._conversions = expert_weights.Conversions(self._model.bridge.get_conversion_tasks(chunks))
-        has_adapters = self._cfg.peft.enabled  # without them the bridge would list all parameters to find none
+        has_adapters = self._cfg.peft.enabled  # False saves the bridge a search through all parameters
 
         def export(tasks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
             for name, tensor in self._model.bridge.export_hf_weights(
@@ -273,11 +273,11 @@ class MegatronBackend:
         yield from expert_weights.exported(chunks, self._conversions, num_experts, export)
 
     def stage_save(self, folder: Path, reader: StateReader) -> StagedSave:
-        """Begin to save model, optimizer, scheduler and RNG."""
+        """Begin to save the model, optimizer, scheduler and random states."""
         return dcp.stage_save(folder, self._training_state(), reader)
 
     def load(self, path: Path, streamed: Iterable[str] = ()) -> None:
-        """Read what `stage_save` wrote."""
+        """Read a checkpoint of `stage_save`."""
         training_state = self._training_state()
         training_state.check_layout(path)
         dcp.load_state(path, training_state, streamed)
@@ -294,11 +294,11 @@ class MegatronBackend:
         )
 
     def export_hf(self, path: Path) -> None:
-        """Write a folder that `transformers` and vLLM load."""
+        """Write a folder that `transformers` and vLLM can load."""
         export_hf_folder(path, self.named_weights(), self._model.hf_config, self._settings)
 
     def _release_device_memory(self) -> None:
-        """Of the state, whatever still holds its tensors: Megatron's hooks refer to each other in circles."""
+        """Free the state's GPU memory even where references to its tensors remain: Megatron's hooks form cycles."""
         if self._device.type != "cuda":
             return
         torch.cuda.synchronize(self._device)
@@ -309,13 +309,13 @@ class MegatronBackend:
         torch.cuda.empty_cache()
 
     def close(self) -> None:
-        """Give memory back and leave the process groups, if this backend made them."""
+        """Release memory, and leave the process groups if this backend created them."""
         self._activations.close()
         caches.clear_memory_caches(self._chunks)
         caches.clear_fp8_caches(self._chunks)
         self._release_device_memory()
-        # The optimizer has slices of the parameters, whose autograd nodes have hooks that know the model: a circle that
-        # Python cannot see through, so that all of it would stay.
+        # Breaks a reference cycle that Python's collector cannot follow: the optimizer holds slices of the parameters,
+        # and hooks of their autograd nodes refer to the model.
         self._model.config.grad_scale_func = None
         self._conversions = None
         self._made.close()

@@ -1,9 +1,9 @@
-"""What a checkpoint of the Megatron backend holds: parameters by rank's place in the model, optimizer by parameter.
+"""Contents of a Megatron backend's checkpoint: parameters by a rank's place in the model, optimizer by parameter.
 
-Ranks at the same place hold copies of the same parameters, of which one is written. What the optimizer keeps for a
-parameter is saved as a flat tensor of the parameter's size. The distributed optimizer gives each data-parallel rank a
-range of it, wherever Megatron's buffers are cut; ranks that cut them otherwise, or not at all, read what they need.
-Another split of the model itself is refused. With delayed scaling each part's 8-bit layers add their scales.
+Ranks at the same place hold the same parameters, and one of them writes these. Each optimizer state of a parameter is
+saved as a flat tensor of the parameter's size. The distributed optimizer gives each data-parallel rank a range of it,
+according to Megatron's buffers. Ranks with other ranges, or with whole parameters, read the parts that they need.
+A checkpoint of another split of the model is refused. With delayed scaling it also holds the scales of 8-bit layers.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ STEP = "step"
 
 
 class MegatronState:
-    """Implements `dcp.TrainingState`; for one save or load.
+    """Training state for one save or load; implements `dcp.TrainingState`.
 
     Args:
         model: The model.
         optimizer: Megatron's optimizer.
-        streamed: Which of its states are in which group.
+        streamed: The optimizer's states by group.
         scheduler: Megatron's schedule.
-        device: Where the parameters are.
-        with_frozen: Save parameters that are not trained, too. Without, there is nothing of the model but adapters.
+        device: Device of the parameters.
+        with_frozen: Also save parameters that are not trained; otherwise only the adapters are saved.
         with_scales: Save the scales of 8-bit layers.
     """
 
@@ -73,10 +73,10 @@ class MegatronState:
         self._with_scales = with_scales
 
     def check_layout(self, path: Path) -> None:
-        """Refuse a checkpoint of ranks that split the model otherwise; one without scales is read without them.
+        """Refuse a checkpoint of another split of the model. One without scales is accepted, with a warning.
 
         Raises:
-            CheckpointError: With both layouts, or what is wrong with the folder.
+            CheckpointError: The layouts differ, or this backend cannot read the folder.
         """
         saved = dcp.saved_names(path)
         if not any(name.startswith(VALUES) for name in saved):
@@ -96,16 +96,16 @@ class MegatronState:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """Device of the parameters."""
         return self._device
 
     @property
     def groups(self) -> Sequence[str]:
-        """State groups of the optimizer."""
+        """Names of the optimizer's state groups."""
         return self._streamed.group_names
 
     def model_tensors(self) -> dict[str, Tensor]:
-        """This rank's parameters, and what else of the model is saved."""
+        """Return this rank's parameters and buffers that are saved."""
         found: dict[str, Tensor] = {}
         for index, chunk in enumerate(self._model.chunks):
             for name, tensor in chunk.module.state_dict(keep_vars=True).items():
@@ -114,11 +114,11 @@ class MegatronState:
         return found
 
     def model_tensors_with(self, group: str) -> dict[str, Tensor]:
-        """All are there with the first group."""
+        """Return all model tensors for the first group, none for the others."""
         return self.model_tensors() if group == self.groups[0] else {}
 
     def optimizer_tensors(self, group: str) -> dict[str, Tensor]:
-        """This rank's ranges of the masters and states of one group."""
+        """Return this rank's ranges of the masters and states of one group."""
         found: dict[str, Tensor] = {}
         params, names = self._stored_parameters, self._optimizer_names
         for mcore, held, parameter, offset in self._ranges_by_group[group]:
@@ -131,16 +131,16 @@ class MegatronState:
                     )
         return found
 
-    # Listed once: groups are many where parameters are.
+    # Cached: a large model has many groups.
 
     @cached_property
     def _stored_parameters(self) -> frozenset[int]:
-        """Keys of the storages that the model's parameters are in."""
+        """Keys of the storages of the model's parameters."""
         return frozenset(unique_storages(self.model_tensors().items()))
 
     @cached_property
     def _ranges_by_group(self) -> dict[str, list[tuple[Any, Tensor, Tensor, int]]]:
-        """Of each state group: the optimizer, what it updates, the model's parameter, and where in it that begins."""
+        """Ranges of each state group: optimizer, updated tensor, the model's parameter, and the start offset in it."""
         found: dict[str, list[tuple[Any, Tensor, Tensor, int]]] = {group: [] for group in self.groups}
         for mcore in _real(self._optimizer):
             for held, parameter, offset in _ranges(mcore):
@@ -149,7 +149,7 @@ class MegatronState:
 
     @cached_property
     def _optimizer_names(self) -> dict[Tensor, str]:
-        """What the names of each parameter's masters and states begin with."""
+        """Prefix of the names of each parameter's masters and states."""
         return {
             parameter: f"{dcp.OPTIMIZER}{_place(parameter)}/{index}/{name}"
             for index, chunk in enumerate(self._model.chunks)
@@ -160,7 +160,7 @@ class MegatronState:
         return self._with_frozen or tensor.requires_grad
 
     def values(self) -> dict[str, Any]:
-        """The optimizers' count of steps, the loss scale and the place in the schedule; a collective."""
+        """Return the optimizers' step count, loss scale, place in the schedule and 8-bit scales; a collective."""
         scalers = [_grad_scaler(mcore) for mcore in _real(self._optimizer)]
         mine = {
             "num_steps": self._num_steps_in_groups(),
@@ -174,9 +174,9 @@ class MegatronState:
         return values
 
     def _num_steps_in_groups(self) -> int | None:
-        """The count that some optimizers keep in their groups, the same in all that have parameters.
+        """Return the step count that some optimizers keep in their parameter groups, equal in all groups.
 
-        A rank may have no range of a group's parameters, and no count in it, but read the checkpoint of one that has.
+        Counts are shared: a rank without parameters of a group has none, but a rank with some may read its checkpoint.
         """
         mine = [group[STEP] for group in self._all_groups() if STEP in group]
         everyones: list[list[int]] = [mine] * dist.get_world_size()
@@ -189,9 +189,9 @@ class MegatronState:
                 yield from inner.param_groups
 
     def set_values(self, values: Mapping[str, Any]) -> None:
-        """Take over count of steps, loss scale, place in the schedule and scales of 8-bit layers.
+        """Restore step count, loss scale, place in the schedule and scales of 8-bit layers.
 
-        Settings, such as learning rates, are this run's.
+        Settings such as learning rates stay those of this run.
         """
         (mine,) = (value for name, value in values.items() if name.startswith(VALUES))
         for found in (value for name, value in values.items() if name.startswith(SCALES)):
@@ -199,38 +199,38 @@ class MegatronState:
         for mcore in _real(self._optimizer):
             inner = mcore.optimizer
             if mine["num_steps"] is not None:
-                # The hybrid optimizer hands its groups' settings to its parts at each step, all but this one.
+                # At each step the hybrid optimizer passes all group settings but this one to its parts.
                 parts = inner.sub_optimizers if isinstance(inner, HybridDeviceOptimizer) else [inner]
                 for group in (group for part in parts for group in part.param_groups):
                     group[STEP] = mine["num_steps"]
             if isinstance(inner, HybridDeviceOptimizer) and not inner.state:
-                # Saved before the first step, without masters: those at hand are of other parameters.
+                # The checkpoint is from before the first step and has no masters: make them from the loaded parameters.
                 inner.update_fp32_param_by_new_param()
         scaled = [mcore for mcore in _real(self._optimizer) if _grad_scaler(mcore)]
-        if scaled and mine["grad_scalers"]:  # only float16 has them, and the other run may have had another precision
+        if scaled and mine["grad_scalers"]:  # float16 only; the saved run may have had another precision
             for mcore, saved in zip(scaled, mine["grad_scalers"], strict=True):
                 mcore.grad_scaler.load_state_dict(saved)
         self._scheduler.num_steps = 0
         self._scheduler.step(mine["schedule_steps"])
 
     def make_optimizer_state(self, group: str, saved: Container[str]) -> None:
-        """Have the optimizers allocate the states of one group."""
+        """Let the optimizers allocate the states of one group."""
         wanted: dict[int, tuple[Any, list[Tensor]]] = {}
         for mcore, held, parameter, _ in self._ranges_by_group[group]:
             inner = mcore.optimizer
-            # Not `state[held]`: that would make an entry.
+            # `state[held]` would create an entry.
             if self._optimizer_names[parameter] in saved and not inner.state.get(held):
                 wanted.setdefault(id(inner), (inner, []))[1].append(held)
         for inner, updated in wanted.values():
             make_states(inner, updated)
 
     def rng_state(self) -> dict[str, Tensor]:
-        """Random states of torch and of Megatron's tracker."""
+        """Return the random states of torch and of Megatron's tracker."""
         tracked = {TRACKED + name: state for name, state in _tracker().get_states().items()}
         return dcp.torch_rng_state(self._device) | tracked
 
     def set_rng_state(self, states: Mapping[str, Tensor]) -> None:
-        """Take over random states."""
+        """Restore the random states."""
         dcp.set_torch_rng_state(states, self._device)
         tracked = [name for name in states if name.startswith(TRACKED)]
         _tracker().set_states({name.removeprefix(TRACKED): states[name] for name in tracked})
@@ -241,12 +241,12 @@ def _tracker() -> Any:
 
 
 def _real(optimizer: Any) -> list[Any]:
-    """Optimizers that have parameters on this rank."""
+    """Return the optimizers that have parameters on this rank."""
     return [mcore for mcore in sub_optimizers(optimizer) if not mcore.is_stub_optimizer]
 
 
 def _with_parts(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """An optimizer, and those that it consists of, which count steps of their own."""
+    """Return an optimizer and its parts, which count steps separately."""
     return [optimizer, *(optimizer.sub_optimizers if isinstance(optimizer, HybridDeviceOptimizer) else ())]
 
 
@@ -255,17 +255,17 @@ def _grad_scaler(mcore: Any) -> Any:
 
 
 def _place(tensor: Tensor) -> str:
-    """How the model is split, and where this rank's part of the tensor is in it."""
+    """Name the split of the model and the place of this rank's part of the tensor in it."""
     is_expert = not getattr(tensor, "allreduce", True)  # Megatron's mark of an expert's parameter
     return f"{parallel.layout_name()}/{parallel.place_in_model(is_expert)}"
 
 
 def _ranges(mcore: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """What the inner optimizer updates, the model's parameter that it is a range of, and where that begins."""
+    """Yield each tensor that the inner optimizer updates, its model parameter, and its start offset in that."""
     if isinstance(mcore, DistributedOptimizer):
         groups = zip(mcore.model_fp32_groups, mcore.model_float16_groups, mcore.optimizer.param_groups, strict=True)
         for in_fp32, in_half, group in groups:
-            # In this order Megatron hands them to the inner optimizer.
+            # Megatron passes them to the inner optimizer in this order.
             for parameter, held in zip([*in_fp32, *in_half], group["params"], strict=True):
                 yield held, parameter, mcore._get_model_param_range_map(parameter)["param"].start
         return
@@ -279,7 +279,7 @@ def _ranges(mcore: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
 
 
 def _kept_for(held: Tensor, inner: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
-    """The master and the states, Adam's step included, wherever they are."""
-    # Not `state[held]`: that would make an entry.
+    """Return the master and the states, including Adam's step, on any device."""
+    # `state[held]` would create an entry.
     state = inner.state.get(held, {})
     return [("master", held), *((key, value) for key, value in state.items() if isinstance(value, Tensor))]

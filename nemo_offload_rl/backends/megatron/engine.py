@@ -1,6 +1,6 @@
-"""Whether Transformer Engine is there and fits the installed torch, found out before Ray starts and again by workers.
+"""Checks that Transformer Engine is installed and fits the installed torch, before Ray starts and in each worker.
 
-Its extension is built for one release of torch; with another one the import fails on a missing symbol.
+Its extension is built for one release of torch; with another release the import fails on a missing symbol.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ MODULE = "transformer_engine.pytorch"
 
 
 def check_engine(settings: PolicySettings) -> None:
-    """Refuse a Megatron run where this machine has no Transformer Engine that it needs, or one that is of no use.
+    """Refuse a Megatron run that needs Transformer Engine if it is missing or cannot be imported.
 
-    The import is tried in a process of its own, since it may take GPU memory, and only on a machine with a GPU: the
-    driver of a cluster may run on one without.
+    The import is tried in a separate process, since it may take GPU memory, and only on a machine with a GPU, since a
+    cluster's driver may have none.
 
     Raises:
-        UserError: With what to install.
+        UserError: Transformer Engine is missing or broken; the message says what to install.
     """
     if not _is_asked_for(settings):
         return
@@ -36,7 +36,7 @@ def check_engine(settings: PolicySettings) -> None:
 
 
 def import_problem() -> str | None:
-    """Why Transformer Engine cannot be imported here, or None."""
+    """Return the reason why Transformer Engine cannot be imported here, or None."""
     if not _is_installed():
         return "it is not installed"
     done = subprocess.run([sys.executable, "-c", f"import {MODULE}"], capture_output=True, text=True, check=False)
@@ -46,7 +46,7 @@ def import_problem() -> str | None:
 
 
 def load_engine(settings: PolicySettings) -> None:
-    """Import Transformer Engine into this worker, ahead of megatron-core, which imports it at once where it finds it.
+    """Import Transformer Engine in this worker before megatron-core, which imports it wherever it is installed.
 
     Raises:
         UserError: It is missing, or built for another torch.
@@ -60,7 +60,7 @@ def load_engine(settings: PolicySettings) -> None:
 
 
 def _is_asked_for(settings: PolicySettings) -> bool:
-    """Whether its import matters: megatron-core's own layers do without it, unless it is there."""
+    """Return whether the run imports Transformer Engine: megatron-core does so if it is installed, needed or not."""
     cfg = settings.backend
     if not isinstance(cfg, MegatronConfig):
         return False

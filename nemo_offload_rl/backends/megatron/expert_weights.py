@@ -1,8 +1,7 @@
-"""Experts of a layer as two stacked tensors, for refits and exports: `generation/vllm/stacked_experts.py` has the form.
+"""Experts of a layer as two stacked tensors for refits and exports, as in `generation/vllm/stacked_experts.py`.
 
-Megatron-Bridge converts each expert on its own: 18,432 tensors for 48 layers of 128 experts. Here a layer's experts are
-gathered over the ranks at once. Where they are split over pipeline stages or over tensor parallelism, the bridge's own
-tensors are put together.
+Megatron-Bridge converts each expert separately: 18,432 tensors for 48 layers of 128 experts. Here one collective per
+projection gathers a layer's experts. With pipeline or expert tensor parallelism, the bridge's tensors are stacked.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _EXPERT = re.compile(r"decoder\.layers\.(\d+)\.mlp\.experts\.(?:local_experts\.\
 _STACKED = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}
 
 type Export = Callable[[Sequence[Any]], Iterable[tuple[str, Tensor]]]
-"""What converts the parameters of some of Megatron-Bridge's tasks."""
+"""Converts the parameters of some of Megatron-Bridge's tasks."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +31,10 @@ class _Place:
     """A projection of one layer's experts.
 
     Attributes:
-        layer: Its number.
-        own_name: In Megatron.
-        stacked_name: In a refit.
-        part_names: Ends of the names of one expert's tensors, in the order of their rows.
+        layer: Number of the layer.
+        own_name: Name in Megatron.
+        stacked_name: Name in a refit.
+        part_names: Suffixes of the names of one expert's tensors, in the order of their rows.
     """
 
     layer: int
@@ -45,10 +44,10 @@ class _Place:
 
 
 class Conversions:
-    """Megatron-Bridge's tasks, and which of them are those of experts. They are the same in every refit.
+    """Megatron-Bridge's conversion tasks, divided into experts and others; the same in every refit.
 
     Args:
-        tasks: What the bridge converts.
+        tasks: The bridge's tasks.
     """
 
     def __init__(self, tasks: Iterable[Any]) -> None:
@@ -61,12 +60,12 @@ class Conversions:
 def exported(
     chunks: Sequence[Any], conversions: Conversions, num_experts: int, export: Export
 ) -> Iterator[tuple[str, Tensor]]:
-    """All tensors by the names of checkpoints, experts stacked; a collective over all ranks.
+    """Yield all tensors under their checkpoint names, with experts stacked; a collective over all ranks.
 
     Args:
         chunks: The model.
-        conversions: Of all of its parameters.
-        num_experts: Of a layer; 0 for a dense model.
+        conversions: Tasks for all parameters of the model.
+        num_experts: Experts of a layer; 0 for a dense model.
         export: Converts the parameters of tasks one by one.
     """
     if parallel.pipeline_group().size() > 1 or parallel_state.get_expert_tensor_parallel_world_size() != 1:
@@ -78,7 +77,7 @@ def exported(
 
 
 def _place(task: Any) -> _Place | None:
-    """Where a task's parameter is, if it is of an expert whose tensors are those of the form."""
+    """Return the place of a task's parameter if it belongs to an expert that is exported separately, else None."""
     found = _EXPERT.match(task.global_param_name)
     if found is None or getattr(task.mapping, "is_grouped_export", False):
         return None
@@ -91,7 +90,7 @@ def _place(task: Any) -> _Place | None:
 
 @torch.no_grad()
 def _gathered(chunks: Sequence[Any], place: _Place) -> Tensor:
-    """[E, rows, columns] of all expert-parallel ranks."""
+    """Return the experts of all expert-parallel ranks, [E, rows, columns]."""
     (chunk,) = chunks
     model: Any = unwrap_model(chunk)
     experts = model.decoder.layers[place.layer].mlp.experts
@@ -112,7 +111,7 @@ def _gathered(chunks: Sequence[Any], place: _Place) -> Tensor:
 def _put_together(
     weights: Iterable[tuple[str, Tensor]], places: set[_Place], num_experts: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Stacks of what comes for single experts; other tensors as they come."""
+    """Stack the tensors of single experts; yield other tensors unchanged."""
     wanted = {
         f"{stem}.experts.{expert}.{part}": (place, expert, row)
         for place in places

@@ -1,7 +1,6 @@
-"""That a model takes over its folder whole: every tensor of the folder has a place in it, and it needs no other.
+"""Checks that a model and its folder have the same tensors.
 
-Megatron-Bridge 0.6.2 warns of a tensor that it cannot find, leaves the parameter as memory happened to be, and says
-nothing of tensors that it does not ask for.
+Megatron-Bridge 0.6.2 only warns of a missing tensor, leaves its parameter uninitialized, and ignores unknown tensors.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from nemo_offload_rl.protocols.backend import WeightSpec
 
 logger = logging.getLogger(__name__)
 
-_ROWS = 8192  # of an embedding that are compared at a time
+_ROWS = 8192  # rows of an embedding that are compared at a time
 
 
 class ModelFolder:
     """Names and shapes of the tensors in a model's safetensors files, from their headers.
 
     Args:
-        source: Megatron-Bridge's view of the files, which it chooses in its own order.
+        source: Megatron-Bridge's view of the files; the bridge decides which files it reads.
         model_name: `policy.model_name`.
-        tied: Names of the output layer's weight and of the embeddings', where the config ties them; else None.
-        left_out: Layers whose tensors are as if they were not there, those of `mtp.` beside them.
-        other: Section of another backend that trains models like this one; None if there is none.
+        tied: Names of the output layer's and the embeddings' weight if the config ties them, else None.
+        left_out: Layers whose tensors are ignored, like those of `mtp.`.
+        other: Section of another backend that trains such models; None if there is none.
 
     Raises:
         UserError: The files cannot be read, or there are none.
@@ -71,10 +70,10 @@ class ModelFolder:
         self._tied = tied
 
     def tied_copies(self) -> set[str]:
-        """The output layer's name where the files have it beside the embeddings that it is.
+        """Return the name of a tied output layer if the files have a copy of it.
 
         Raises:
-            UserError: The two differ.
+            UserError: The copy differs from the embeddings.
         """
         if self._tied is None or self._tied[0] not in self.shapes:
             return set()
@@ -97,26 +96,26 @@ class ModelFolder:
         )
 
     def refuse_values(self, name: str) -> None:
-        """Read a tensor whole, which refuses a value that no weight can have.
+        """Read a whole tensor, to refuse values that a weight cannot have.
 
         Raises:
-            UserError: The tensor has one; the message has its name and its file.
+            UserError: The tensor has such a value; the message names the tensor and its file.
         """
         shape = self._files.shapes[name]
         self._files.read(name, (0,) * len(shape), shape)
 
 
 def check_values(folder: ModelFolder, tasks: Sequence[Any]) -> None:
-    """Refuse weights that no weight can be; every rank calls it, after weights were loaded.
+    """Refuse values that a weight cannot have; every rank calls this after loading.
 
-    Parameters are looked at where they are. Only the tensors of one with a fault are read from the folder again.
+    Loaded parameters are checked on their device. Only tensors of a faulty parameter are read from the folder again.
 
     Args:
         folder: The folder.
         tasks: As for `check_names`.
 
     Raises:
-        UserError: On every rank, with tensor and file.
+        UserError: A value is refused; raised on every rank, with tensor and file.
     """
     problem = None
     try:
@@ -146,14 +145,14 @@ def _check_value(folder: ModelFolder, task: Any) -> None:
 
 
 def check_names(folder: ModelFolder, tasks: Sequence[Any]) -> None:
-    """Refuse a folder that lacks a tensor of the model or has one more; every rank calls it, before weights are loaded.
+    """Refuse a folder with missing or additional tensors; every rank calls this before loading.
 
     Args:
         folder: The folder.
-        tasks: Megatron-Bridge's conversions of this rank, None for a parameter that it has no name for.
+        tasks: Megatron-Bridge's conversions of this rank; None for a parameter without a name in the folder.
 
     Raises:
-        UserError: With the first name that differs and their number.
+        UserError: Names differ; the message has the first one and their number.
     """
     mine = {name for task in tasks if task is not None for name in _names(task.mapping.hf_param)}
     group = parallel.expert_parallel_group()
@@ -173,11 +172,11 @@ def check_shapes(folder: ModelFolder, exported: Iterable[WeightSpec], model_type
 
     Args:
         folder: The folder.
-        exported: What the model exports, experts stacked or not.
-        model_type: As config.json has it.
+        exported: Specs of the exported tensors, experts stacked or not.
+        model_type: `model_type` of config.json.
 
     Raises:
-        UserError: With the first tensor that differs.
+        UserError: A tensor differs; the message has the first one.
     """
     hub = HubNames(model_type)
     pieces = (piece for spec in exported for piece in hub.pieces(spec.name, spec.shape))

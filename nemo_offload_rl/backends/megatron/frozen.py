@@ -1,4 +1,4 @@
-"""A teacher on the Megatron backend: a model that is only read, spread over the ranks as the policy is."""
+"""Teacher on the Megatron backend: a model that is not trained, split over the ranks like the policy."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class FrozenMegatron:
     """See `FrozenModel`.
 
     Args:
-        settings: The teacher in a policy's terms.
-        cfg: `settings.backend`; its parallel sizes are the policy's, whose process groups it uses.
+        settings: The teacher's settings in the form of a policy's.
+        cfg: `settings.backend`; the parallel sizes and process groups are the policy's.
         process: This rank.
     """
 
@@ -55,12 +55,12 @@ class FrozenMegatron:
 
     @property
     def rank_info(self) -> RankInfo:
-        """Where this process stands."""
+        """This process's place among the ranks."""
         return self._rank_info
 
     @property
     def temperature(self) -> float:
-        """What logits are divided by."""
+        """Divisor of the logits."""
         return self._temperature
 
     @property
@@ -69,7 +69,7 @@ class FrozenMegatron:
         return None
 
     def state_groups(self) -> Sequence[StateGroup]:
-        """Parameters and buffers."""
+        """Return one group with all parameters and buffers."""
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             for index, chunk in enumerate(self._model.chunks):
@@ -87,13 +87,13 @@ class FrozenMegatron:
         return [kind(*scores_BS) for scores_BS in parallel.from_last_stage(on_cpu(found))]
 
     def use_stream(self, streamed_layers: Callable[[], Iterator[str]]) -> None:
-        """Not used: its layers are one group with all the rest."""
+        """Do nothing: all layers are in one group."""
 
     def output_rows(self, first: int, count: int) -> Tensor:
         """See `FrozenModel`."""
         found: dict[str, Tensor] = {}
         for name, tensor in self._named_weights():
-            if name in (_OUTPUT, _EMBEDDING):  # the second where it is both
+            if name in (_OUTPUT, _EMBEDDING):  # tied models have only the embedding
                 found[name] = tensor[first : first + count].to(self._dtype, copy=True)
         return found[_OUTPUT] if _OUTPUT in found else found[_EMBEDDING]
 
@@ -106,4 +106,4 @@ class FrozenMegatron:
         return max_over_ranks(value, parallel.data_parallel_group(), self._device)
 
     def close(self) -> None:
-        """Nothing: process groups and caches are the policy's."""
+        """Do nothing: process groups and caches belong to the policy."""

@@ -1,8 +1,7 @@
-"""Host memory that offloaded activations go to: reused across shapes, bounded, pinned to the byte.
+"""Host memory for offloaded activations: reused across shapes, limited in size, pinned to the byte.
 
-A pool that keeps a pinned buffer for every exact shape, as Megatron-core's own does, only grows: reinforcement learning
-brings new shapes with every batch. Here a buffer serves any tensor that it holds, and what was not used lately is
-released above a limit.
+Megatron-core's pool keeps a pinned buffer for each exact shape, so it only grows: reinforcement learning has new shapes
+in each batch. Here a buffer serves any tensor that fits, and above a limit the least recently used are released.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from nemo_offload_rl.residency.table.errors import ResidencyError
 
 logger = logging.getLogger(__name__)
 
-ROUND_BYTES = 2 << 20  # a huge page, the least that a pinned region takes
-MAX_WASTE = 1.5  # a buffer serves requests down to this fraction of its size
+ROUND_BYTES = 2 << 20  # a huge page, the smallest pinned region
+MAX_WASTE = 1.5  # largest size of a buffer relative to the request that it serves
 
 
 @dataclass(eq=False)
@@ -32,19 +31,19 @@ class _Buffer:
 
 
 def round_up(num_bytes: int) -> int:
-    """Bytes of the buffer that is made for this many."""
+    """Return the size of the buffer for a request of `num_bytes`."""
     return max(1, -(-num_bytes // ROUND_BYTES)) * ROUND_BYTES
 
 
 class HostBufferPool:
-    """Host tensors of any shape; has the methods of megatron-core's `OffloadTensorPool` (0.19.2).
+    """Pool of host tensors of any shape; has the methods of megatron-core's `OffloadTensorPool` (0.19.2).
 
     Args:
-        limit_bytes: What is kept between passes, and what is reached only where no free buffer is large enough. A
-            pass that needs more at once takes more, with one warning.
-        new_region: Makes host memory of a size.
-        synchronize: Waits for copies under way; called before memory is released, since Megatron calls `free` when
-            a copy back has been started, not when it has finished.
+        limit_bytes: Most memory that is kept between passes. A pass exceeds it, with one warning, only if no free
+            buffer is large enough.
+        new_region: Allocates host memory of a size.
+        synchronize: Waits for running copies. It is called before memory is released, since Megatron calls `free` when
+            a copy back starts, not when it ends.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class HostBufferPool:
         self.num_regions_made = 0
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-        """A host tensor with arbitrary contents."""
+        """Return a host tensor with arbitrary contents."""
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         buffer = self._take_free(num_bytes) or self._make(num_bytes)
         buffer.last_pass = self._pass
@@ -70,10 +69,10 @@ class HostBufferPool:
         return tensor
 
     def free(self, tensor: Tensor) -> None:
-        """Take a tensor of `allocate` back.
+        """Take back a tensor of `allocate`.
 
         Raises:
-            ResidencyError: It is not in use.
+            ResidencyError: The tensor is not in use.
         """
         buffer = self._in_use.pop(tensor.data_ptr(), None)
         if buffer is None:
@@ -81,7 +80,7 @@ class HostBufferPool:
         insort(self._free, buffer, key=_size)
 
     def reset(self) -> None:
-        """A pass has ended: every buffer is free, and those above the limit are released."""
+        """End a pass: mark all buffers as free and release those above the limit."""
         for buffer in self._in_use.values():
             insort(self._free, buffer, key=_size)
         self._in_use.clear()
@@ -98,7 +97,7 @@ class HostBufferPool:
         if index == len(self._free):
             return None
         fits = self._free[index].num_bytes <= max(MAX_WASTE * num_bytes, ROUND_BYTES)
-        # Better far too large than made anew in every pass.
+        # At the limit a far too large buffer is better than a new one in each pass.
         is_full = self.total_bytes + round_up(num_bytes) > self.limit_bytes
         return self._free.pop(index) if fits or is_full else None
 
@@ -118,7 +117,7 @@ class HostBufferPool:
         return _Buffer(self._new_region(num_bytes), num_bytes, self._pass)
 
     def _release_down_to(self, target_bytes: int) -> None:
-        """Close free buffers, the longest unused first, until the rest is within `target_bytes`."""
+        """Close free buffers, least recently used first, until the rest takes at most `target_bytes`."""
         if self.total_bytes <= target_bytes or not self._free:
             return
         self._synchronize()

@@ -1,7 +1,7 @@
-"""How the rows of a micro-batch lie in the model's input: padded or packed, whole or split over context parallelism.
+"""Layout of a micro-batch in the model's input: padded or packed, whole or split over context parallelism.
 
 Shape suffixes: B samples, S positions of a sample, R rows and T positions of the model's input (padded: R = B; packed:
-R = 1), L positions that this context-parallel rank has.
+R = 1), L positions on this context-parallel rank.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from nemo_offload_rl.data.batch import TokenBatch, on_device
 
 @dataclass(frozen=True)
 class ModelInput:
-    """Input of this rank, and what brings the targets' values back to the samples' places.
+    """Input of this rank, and the indices that map the targets' values back to the samples.
 
     Attributes:
         ids_RL: Token ids.
         positions_RL: Position of each token in its sample.
-        targets_RL: The token after each one; arbitrary where there is none.
-        sources_RL: Its place in the flattened samples; arbitrary where there is none.
-        is_padding_RL: Which tokens are of no sample.
-        places_N: Of the places that `by_place` makes, those in which any rank has a token to score.
-        packed: Where samples begin, for packed input.
-        scored_K: Positions in the flattened whole input, in the samples' order, whose targets' logprobs are wanted.
-        tokens_K: Which tokens of the flattened samples those targets are.
+        targets_RL: Next token of each token; arbitrary at the end of a sample.
+        sources_RL: Index of each target in the flattened samples; arbitrary at the end of a sample.
+        is_padding_RL: True for tokens that belong to no sample.
+        places_N: Rows of `by_place` in which at least one rank scores a token.
+        packed: Starts of the samples, for packed input.
+        scored_K: Positions in the flattened whole input whose targets are scored, in the samples' order.
+        tokens_K: Indices of those targets in the flattened samples.
         samples_shape: [B, S].
-        order_T: Position in the whole input of each position that the ranks hold, rank after rank; None for one rank.
+        order_T: Position in the whole input of each position on the ranks, rank after rank; None for one rank.
     """
 
     ids_RL: Tensor
@@ -51,7 +51,7 @@ class ModelInput:
     order_T: Tensor | None
 
     def of_samples(self, scored_RL: Tensor) -> Tensor:
-        """[B, S, ...] by the convention of logprobs, from [R, L, ...] of the positions' targets; 0 where not scored."""
+        """Convert targets' values [R, L, ...] to [B, S, ...] in the layout of logprobs; 0 for unscored tokens."""
         scored_RT = scored_RL if self.order_T is None else _gather_positions(scored_RL, self.order_T)
         found_K = scored_RT.flatten(0, 1).index_select(0, self.scored_K)
         shape = (self.samples_shape.numel(), *found_K.shape[1:])
@@ -59,25 +59,25 @@ class ModelInput:
 
 
 def by_place(value_RL: Tensor, splits: int) -> Tensor:
-    """[P, splits]: what the sequence-parallel ranks, of which each has P positions, have in the same place."""
+    """Return [P, splits]: each row has the values of all sequence-parallel ranks at one of their P positions."""
     return value_RL.t().unflatten(0, (splits, -1)).flatten(1).t()
 
 
 def lay_out(
     batch: TokenBatch, *, device: torch.device, pack: bool, sequence_parallel_size: int, token_multiple: int
 ) -> ModelInput:
-    """The model's input for a micro-batch.
+    """Return the model's input for a micro-batch.
 
     Args:
-        batch: The micro-batch on the host: on a GPU each look at it would wait for all work that is queued there.
-        device: Where the input goes.
-        pack: Put the samples end to end, without padding but what the splits below need.
-        sequence_parallel_size: Positions of a rank are a multiple of it.
-        token_multiple: Tokens that a rank has between two exchanges are a multiple of it: 8-bit products ask for that.
+        batch: The micro-batch, on the host. On a GPU, reading values from it would wait for all queued work.
+        device: Device of the input.
+        pack: Concatenate the samples, padded only as the splits below require.
+        sequence_parallel_size: Divides the number of positions on a rank.
+        token_multiple: Divides the number of tokens on a rank between two exchanges, as 8-bit products require.
     """
     cp_group = parallel.context_parallel_group()
     cp_size = cp_group.size()
-    # Each rank gets an early and a late piece, so that causal attention costs all of them the same.
+    # Each rank gets an early and a late piece, so that all have equal work in causal attention.
     multiple = sequence_parallel_size * (2 * cp_size if cp_size > 1 else 1)
     row_multiple = math.lcm(multiple, token_multiple * sequence_parallel_size * cp_size)
     ids_BS, num_columns = batch.input_ids, batch.input_ids.shape[1]
@@ -101,7 +101,7 @@ def lay_out(
             value[is_kept_BP].unsqueeze(0) for value in (ids_BP, source_BP, position_BP, is_scored_BP, is_padding_BP)
         )
         packed = _packed_params(lengths_B, device, multiple)
-    # The token after the last is the first, which is not scored.
+    # The last position's target wraps to the first token, which is not scored.
     targets_RT, sources_RT, is_scored_RT = (value.roll(-1, dims=1) for value in (ids_BP, source_BP, is_scored_BP))
     order_T = None
     if cp_size > 1:
@@ -130,7 +130,7 @@ def lay_out(
 
 def _packed_params(lengths_B: Tensor, device: torch.device, multiple: int) -> PackedSeqParams:
     ends = F.pad(lengths_B.cumsum(0), (1, 0)).to(torch.int32).to(device, non_blocking=True)
-    # To the kernels a bound only. What they prepare for each of its values is prepared seldom: powers of two are few.
+    # The kernels use it only as a bound, and prepare anew for each value. Powers of two make few values.
     longest = multiple << (int(lengths_B.max()) // multiple - 1).bit_length()
     return PackedSeqParams(
         qkv_format="thd",
@@ -144,7 +144,7 @@ def _packed_params(lengths_B: Tensor, device: torch.device, multiple: int) -> Pa
 
 
 def _zigzag(starts: list[int], lengths: list[int], cp_size: int) -> Tensor:
-    """[T] positions of all ranks, rank after rank: of each sample's 2 * cp_size pieces, rank r has r and its mirror."""
+    """Return the positions of all ranks [T]; rank r has pieces r and 2 * cp_size - 1 - r of each sample."""
     by_rank = []
     for rank in range(cp_size):
         for start, length in zip(starts, lengths, strict=True):
@@ -154,7 +154,7 @@ def _zigzag(starts: list[int], lengths: list[int], cp_size: int) -> Tensor:
 
 
 class _GatherPositions(torch.autograd.Function):
-    """All context-parallel ranks' positions; every rank goes on with the whole, so its gradient is its own part."""
+    """All-gather over context-parallel ranks; the backward pass slices the gradient, since every rank has all of it."""
 
     @staticmethod
     def forward(ctx: Any, scored_RL: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,7 +1,7 @@
-"""Low-rank adapters (arXiv 2106.09685) by Megatron-Bridge: they alone get gradients and optimizer states.
+"""Low-rank adapters (arXiv 2106.09685) by Megatron-Bridge; only they have gradients and optimizer states.
 
-Adapters are put in before the data-parallel wrapper makes its buffers, which then have the adapters only. What is
-frozen becomes the state group `base`. The bridge merges adapters in float32 as it exports.
+Adapters are added before the data-parallel wrapper allocates its buffers, so the buffers hold only adapters. Frozen
+weights form the state group `base`. The bridge merges adapters in float32 during export.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def check_adapters(provider: Any, cfg: MegatronConfig) -> None:
     """Refuse models and layouts whose adapters are not available.
 
     Raises:
-        ConfigError: Names what stands against it.
+        ConfigError: Names the setting that prevents adapters.
     """
     split = {
         "tensor_model_parallel_size": cfg.tensor_model_parallel_size,
@@ -41,19 +41,19 @@ def check_adapters(provider: Any, cfg: MegatronConfig) -> None:
 
 
 def add_adapters(chunks: list[nn.Module], settings: MegatronLoraConfig, seed: int, recomputes: bool) -> list[nn.Module]:
-    """Put adapters beside linear layers, in place, and freeze everything else.
+    """Add adapters to linear layers in place, and freeze everything else.
 
     Args:
         chunks: The model with its weights, before it is wrapped.
-        settings: `enabled` is true.
-        seed: Of the adapters' first values, the same on data-parallel ranks.
+        settings: Settings with `enabled` true.
+        seed: Seed of the adapters' initial values, equal on data-parallel ranks.
         recomputes: Activations are recomputed in the backward pass.
 
     Returns:
         The same chunks.
 
     Raises:
-        ConfigError: No layer has one of the names asked for.
+        ConfigError: No layer matches the requested names.
     """
     targets = list(settings.target_modules) or [
         name for name in MEGATRON_ADAPTED_LAYERS if name not in settings.exclude_modules
@@ -67,7 +67,7 @@ def add_adapters(chunks: list[nn.Module], settings: MegatronLoraConfig, seed: in
         lora_A_init_method=settings.lora_A_init_method,
         lora_B_init_method=settings.lora_B_init_method,
     )
-    # On the GPU values come from Megatron's own random state, which data-parallel ranks have in common.
+    # GPU values come from Megatron's own random state, which is equal on data-parallel ranks.
     random_state = torch.default_generator.get_state()
     torch.default_generator.manual_seed(seed)
     try:
@@ -86,7 +86,10 @@ def add_adapters(chunks: list[nn.Module], settings: MegatronLoraConfig, seed: in
 
 
 def _require_input_gradients(chunk: Any) -> None:
-    """Megatron goes back through a recomputed block only if its input requires a gradient: frozen embeddings do not."""
+    """Make the output of frozen embeddings require a gradient.
+
+    Megatron runs a recomputed block's backward pass only if the block's input requires a gradient.
+    """
 
     def mark(_module: nn.Module, _inputs: Any, embedded: Tensor) -> None:
         if torch.is_grad_enabled():

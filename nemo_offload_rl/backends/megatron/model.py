@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to Megatron model chunks wrapped for data parallelism."""
+"""Builds Megatron model chunks, wrapped for data parallelism, from a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -54,22 +54,22 @@ from nemo_offload_rl.protocols.backend import COMPUTE_DTYPES
 
 logger = logging.getLogger(__name__)
 
-# Those that Megatron-core has a kernel of with a bias; Gemma's and Nemotron's have none.
+# Activations for which Megatron-core has a fused kernel with bias; it has none for Gemma's and Nemotron's.
 _FUSED_ACTIVATIONS = (F.gelu, F.silu, quick_gelu)
 
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A model and what converts it to Hugging Face's names.
+    """A model and its conversion to Hugging Face's names.
 
     Attributes:
-        chunks: Megatron's data-parallel wrappers, one for each virtual pipeline stage (one in all here); without these
-            wrappers where nothing is trained.
+        chunks: Megatron's data-parallel wrappers, one for each virtual pipeline stage (here always one). A frozen
+            model's chunks are not wrapped.
         bridge: Megatron-Bridge's `AutoBridge`.
         hf_config: The Hugging Face config, overrides included.
         config: Megatron's transformer config.
-        folder: Where the weights came from.
-        biases: Those of its experts.
+        folder: Source of the weights.
+        biases: The experts' biases.
     """
 
     chunks: Sequence[Any]
@@ -83,11 +83,11 @@ class BuiltModel:
 def build_model(settings: PolicySettings, cfg: MegatronConfig, *, is_frozen: bool = False) -> BuiltModel:
     """Load the weights of `policy.model_name` into a Megatron model; every rank calls it.
 
-    With `is_frozen` nothing is trained: there is no wrapper for data parallelism, which would have gradients.
+    A frozen model is not wrapped for data parallelism, since the wrapper allocates gradients.
 
     Raises:
-        UserError: The folder's config or weights cannot be used, or adapters cannot be put into the model.
-        ConfigError: The model is of a kind that is not converted, or there is no attention for its packs.
+        UserError: The folder's config or weights cannot be used, or adapters cannot be added to the model.
+        ConfigError: The model cannot be converted, or no attention supports its packed rows.
     """
     auto_bridge = complete_bridge(import_auto_bridge())
     hf_config = load_config(settings.model_name, settings.hf_config_overrides)
@@ -116,7 +116,7 @@ def build_model(settings: PolicySettings, cfg: MegatronConfig, *, is_frozen: boo
     complete_provider(provider, hf_config)
     for name, value in provider_fields(rotation).items():
         setattr(provider, name, value)
-    provider.perform_initialization = False  # every parameter is read from the folder
+    provider.perform_initialization = False  # the folder has all parameters
     provider.register_pre_wrap_hook(partial(_load_weights, bridge=bridge, folder=folder))
     if cfg.transformer_impl == "local":
         provider.register_pre_wrap_hook(let_experts_add_biases)
@@ -124,13 +124,13 @@ def build_model(settings: PolicySettings, cfg: MegatronConfig, *, is_frozen: boo
         provider.register_pre_wrap_hook(_freeze_routers)
     if cfg.peft.enabled:
         check_adapters(provider, cfg)
-        # After the hook that loads the weights, which knows nothing of adapters.
+        # Follows the hook that loads the weights, which does not support adapters.
         provider.register_pre_wrap_hook(
             partial(add_adapters, settings=cfg.peft, seed=settings.seed, recomputes=cfg.activation_checkpointing)
         )
     provider.finalize()
     with warnings.catch_warnings():
-        # It points to a builder that 0.6.2's conversions do not use yet.
+        # The warning recommends a builder that the conversions of 0.6.2 do not use yet.
         warnings.simplefilter("ignore", DeprecationWarning)
         chunks = provider.provide_distributed_model(
             ddp_config=None if is_frozen else _ddp_config(cfg),
@@ -154,14 +154,14 @@ def build_model(settings: PolicySettings, cfg: MegatronConfig, *, is_frozen: boo
 
 
 def hook_in_this_stream(chunks: Sequence[Any]) -> None:
-    """Let the autograd nodes that add up gradients belong to the present stream, in which passes run.
+    """Recreate the autograd nodes that accumulate gradients in the current stream, in which passes run.
 
-    Megatron-Bridge wraps a model in a stream of its own, for CUDA graphs. A node belongs to the stream in which it was
-    made, so that each parameter's gradient would cross to the other stream by an event. Call it before anything else
-    holds the nodes, such as an optimizer's views of the parameters.
+    Megatron-Bridge wraps a model in a separate stream, for CUDA graphs. A node belongs to the stream that created it,
+    so each parameter's gradient would need an event to cross streams. Call this before anything else holds the nodes,
+    such as an optimizer's views of the parameters.
     """
     for chunk in chunks:
-        chunk.grad_accs.clear()  # nodes live as long as they are held, and their hooks with them
+        chunk.grad_accs.clear()  # drops the last references to the old nodes and their hooks
         for parameter in chunk.module.parameters():
             if parameter.requires_grad:
                 node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
@@ -170,7 +170,7 @@ def hook_in_this_stream(chunks: Sequence[Any]) -> None:
 
 
 def _check_config(model_name: str, hf_config: Any, cfg: MegatronConfig) -> None:
-    """What rules say of a folder before Ray starts, for models of a hub too."""
+    """Apply the rules on a local folder's config, which run before Ray starts, to models of a hub too."""
     if (reason := unsupported(hf_config.to_dict())) is not None:
         raise ConfigError(f"{model_name} has {reason}; {advice(hf_config.to_dict(), MEGATRON)}")
     is_local = cfg.transformer_impl == "local"
@@ -179,13 +179,13 @@ def _check_config(model_name: str, hf_config: Any, cfg: MegatronConfig) -> None:
 
 
 def _predicting_layers(hf_config: Any) -> range:
-    """Layers behind the model's own that predict further tokens: the engine does not use them, nor are they trained."""
+    """Return the layers for multi-token prediction after the model's own; they are neither used nor trained."""
     first = hf_config.num_hidden_layers
     return range(first, first + (getattr(hf_config, "num_nextn_predict_layers", None) or 0))
 
 
 def _tied_names(hf_config: Any) -> tuple[str, str] | None:
-    """Names of the output layer's weight and of the embeddings', if the model has them as one."""
+    """Return the names of the output layer's and the embeddings' weight if the model ties them, else None."""
     if not hf_config.tie_word_embeddings:
         return None
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
@@ -199,7 +199,7 @@ def _load_weights(chunks: list[nn.Module], bridge: Any, folder: ModelFolder) -> 
     try:
         loaded = bridge.load_hf_weights(chunks)
     except (ValueError, RuntimeError) as error:
-        # torch's own words where heads are cut before shapes are compared; other RuntimeErrors are of devices.
+        # torch's message if heads are split before shapes are compared; other RuntimeErrors come from devices.
         if isinstance(error, RuntimeError) and "is invalid for input of size" not in str(error):
             raise
         raise UserError(
@@ -211,7 +211,7 @@ def _load_weights(chunks: list[nn.Module], bridge: Any, folder: ModelFolder) -> 
 
 
 def _configure(provider: Any, settings: PolicySettings, cfg: MegatronConfig) -> None:
-    """Set the provider's fields, which are those of Megatron's `TransformerConfig`."""
+    """Set the provider's fields, which are fields of Megatron's `TransformerConfig`."""
     dtype = COMPUTE_DTYPES[settings.precision]
     values: dict[str, Any] = {
         "tensor_model_parallel_size": cfg.tensor_model_parallel_size,
@@ -227,12 +227,12 @@ def _configure(provider: Any, settings: PolicySettings, cfg: MegatronConfig) -> 
         "params_dtype": dtype,
         "autocast_dtype": dtype,
         "pipeline_dtype": COMPUTE_DTYPES[cfg.pipeline_dtype],
-        # Micro-batches differ in width.
+        # Micro-batches vary in width.
         "variable_seq_lengths": cfg.pipeline_model_parallel_size > 1,
         "seq_length": settings.max_total_sequence_length,
-        # Our losses are divided by the counts of the global batch: gradients are summed, by DDP and over micro-batches.
+        # Losses are already divided by counts of the global batch, so DDP and micro-batches must sum gradients.
         "calculate_per_token_loss": True,
-        # It needs kernels of apex.
+        # Needs kernels of apex.
         "gradient_accumulation_fusion": False,
         "cross_entropy_loss_fusion": False,
         "apply_rope_fusion": cfg.apply_rope_fusion,
@@ -292,7 +292,7 @@ def _ddp_config(cfg: MegatronConfig) -> DistributedDataParallelConfig:
 
 
 def _wrapper_for_16_bits(cfg: MegatronConfig, *, is_frozen: bool) -> Any:
-    # Without data parallelism there are no such buffers, and without a distributed optimizer none for parameters.
+    # A frozen model has no flat buffers; without a distributed optimizer there are none for parameters.
     if is_frozen or not cfg.optimizer.use_distributed_optimizer:
         return Float16Module
     return partial(wrapped_for_16_bits, grads_in_fp32=cfg.distributed_data_parallel_config.grad_reduce_in_fp32)
@@ -307,6 +307,6 @@ def _freeze_routers(chunks: list[nn.Module]) -> list[nn.Module]:
 
 
 def _finalize_gradients(biases: ExpertBiases, chunks: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
-    """Megatron's reductions without its division by the number of tokens: our losses are divided already."""
+    """Reduce gradients as Megatron does, but without dividing by the number of tokens: losses are already divided."""
     biases.collect()
     finalize_model_grads(chunks, None, **kwargs)

@@ -22,35 +22,35 @@ from nemo_offload_rl.protocols.backend import COMPUTE_DTYPES
 
 
 class GuardedOptimizer(ChainedOptimizer):
-    """Megatron's optimizer, whose step is skipped by all ranks where any of them finds a norm that is not finite.
+    """Megatron's optimizer; all ranks skip a step if any rank's gradient norm is not finite.
 
-    Megatron skips a step for gradients of float16 only, looks at them in groups of ranks that need not be all, and
-    compares norms with a threshold that NaN is never above. Here `step` returns `(False, None, None)`, before anything
-    was clipped or updated, as it does for float16.
+    Megatron skips steps only for float16 gradients, may check them in groups of some ranks only, and compares norms
+    with a threshold that NaN never exceeds. Here `step` returns `(False, None, None)` before it clips or updates
+    anything, as for float16.
 
     Args:
-        optimizers: What the chain consists of.
+        optimizers: Optimizers of the chain.
 
     Attributes:
-        grad_norm: Of the last step, before clipping. Read before the update: a read after it would wait for the copies
-            of what the update has sent on its way out, which use the same copy engine.
+        grad_norm: Norm of the last step before clipping. It is read before the update: a later read would wait for the
+            copies of states that leave after their update, which use the same copy engine.
         lowers_loss_scale: The last step was skipped because float16 gradients overflowed, and the scale was lowered.
     """
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
         super().__init__(list(optimizers))
         self.grad_norm = 0.0
-        self._norm: Any = 0.0  # as Megatron has it: a float, or a tensor of the device
+        self._norm: Any = 0.0  # Megatron's value: a float, or a tensor on the device
         self.lowers_loss_scale = False
 
     def prepare_grads(self) -> bool:
-        """Unscale the gradients and compute their norm; whether any rank's are not finite."""
+        """Unscale the gradients and compute their norm; return whether any rank's norm is not finite."""
         has_overflown = super().prepare_grads()
         self._norm = super().get_grad_norm()
         self.grad_norm = float(self._norm)
         is_bad = has_overflown or not math.isfinite(self.grad_norm)
-        # The norms' own reductions may leave ranks out, and the loss scales' do. Through gloo: NCCL would need one more
-        # communicator, of all ranks.
+        # Megatron's reduction of norms may leave ranks out, and that of overflows does. This one uses gloo: NCCL would
+        # need another communicator over all ranks.
         found = torch.tensor([is_bad, has_overflown], dtype=torch.int32)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         is_bad_anywhere, has_overflown_anywhere = (bool(value) for value in found.tolist())
@@ -58,7 +58,7 @@ class GuardedOptimizer(ChainedOptimizer):
         return is_bad_anywhere
 
     def get_grad_norm(self) -> Any:
-        """What `prepare_grads` found, which comes first in a step."""
+        """Return the norm of `prepare_grads`, which a step calls first."""
         return self._norm
 
     def _scale_is_above_its_minimum(self) -> bool:
@@ -67,7 +67,7 @@ class GuardedOptimizer(ChainedOptimizer):
 
 
 def build_optimizer(settings: PolicySettings, cfg: MegatronOptimizerConfig, chunks: Sequence[Any]) -> GuardedOptimizer:
-    """Megatron's optimizer over the model's trainable parameters."""
+    """Build Megatron's optimizer over the model's trainable parameters."""
     dtype = COMPUTE_DTYPES[settings.precision]
     config = OptimizerConfig(
         optimizer=cfg.optimizer,
@@ -85,7 +85,7 @@ def build_optimizer(settings: PolicySettings, cfg: MegatronOptimizerConfig, chun
         use_precision_aware_optimizer=cfg.use_precision_aware_optimizer,
         exp_avg_dtype=COMPUTE_DTYPES[cfg.exp_avg_dtype],
         exp_avg_sq_dtype=COMPUTE_DTYPES[cfg.exp_avg_sq_dtype],
-        # Without a limit the norm would not be computed.
+        # Without a limit Megatron would not compute the norm.
         clip_grad=cfg.clip_grad or math.inf,
         optimizer_cpu_offload=cfg.optimizer_cpu_offload,
         optimizer_offload_fraction=cfg.optimizer_offload_fraction,
@@ -96,20 +96,20 @@ def build_optimizer(settings: PolicySettings, cfg: MegatronOptimizerConfig, chun
 
 
 def sub_optimizers(optimizer: Any) -> list[Any]:
-    """The optimizers of dense and expert parameters, each over a torch optimizer."""
+    """Return the optimizers of dense and expert parameters; each wraps a torch optimizer."""
     return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
 def make_states(inner: Any, updated: Sequence[Tensor]) -> None:
-    """Have an optimizer inside one of Megatron's allocate the states of what it updates, for a checkpoint to fill.
+    """Let a torch optimizer inside Megatron's allocate the states of `updated`, for a checkpoint to fill.
 
-    Megatron's own functions for that are not called: they make no count of steps where torch keeps one for each
-    parameter, and do not say whether Transformer Engine is to keep whole masters.
+    Megatron's own functions are not used: they omit torch's step count for each parameter, and do not tell Transformer
+    Engine whether to keep whole masters.
     """
     if isinstance(inner, HybridDeviceOptimizer):
         if not inner.state:
-            inner.dummy_step()  # of all parameters
-    elif hasattr(inner, "initialize_state"):  # Transformer Engine's, whose gradients are not where torch's are
+            inner.dummy_step()  # allocates states of all parameters
+    elif hasattr(inner, "initialize_state"):  # Transformer Engine's, which keeps gradients elsewhere than torch
         for parameter in updated:
             inner.initialize_state(parameter, inner.store_param_remainders and parameter.dtype is torch.bfloat16)
     else:
@@ -119,7 +119,7 @@ def make_states(inner: Any, updated: Sequence[Tensor]) -> None:
 def build_scheduler(
     cfg: MegatronSchedulerConfig, optimizer_cfg: MegatronOptimizerConfig, optimizer: Any
 ) -> OptimizerParamScheduler:
-    """Learning rate and weight decay by optimizer step; begins at the first one."""
+    """Build the schedule of learning rate and weight decay over optimizer steps, at its first step."""
     return OptimizerParamScheduler(
         optimizer,
         init_lr=cfg.lr_warmup_init,

@@ -1,8 +1,8 @@
-"""What megatron-core's optimizers keep, from the settings alone. Imports torch and no library of Megatron's.
+"""States of megatron-core's optimizers, derived from settings alone. Imports torch, but no library of Megatron's.
 
-Rules and sizes ask it before anything starts, the backend for what it has built. The facts are those of megatron-core
-0.19.2 with Transformer Engine's FusedAdam and FusedSGD, or torch's own where that is not installed; its other
-optimizers (`megatron.core.optimizer.emerging_optimizers`) need a package that is no requirement here.
+Rules and size estimates use it before a run starts, and the backend for its optimizer. The facts are of megatron-core
+0.19.2 with Transformer Engine's FusedAdam and FusedSGD, or with torch's optimizers if that is not installed. Its other
+optimizers (`megatron.core.optimizer.emerging_optimizers`) need a package that is not required here.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class MegatronOptimizer:
     """One of megatron-core's optimizers.
 
     Attributes:
-        states: Types by name of what it keeps for each parameter.
+        states: Types of the states of each parameter, by name.
         is_elementwise: See `OptimizerSpec`.
-        can_be_sharded: The distributed optimizer takes it where it is not on the host.
-        can_be_precision_aware: It can update a bfloat16 model and keep the 16 bits that the model lacks.
+        can_be_sharded: The distributed optimizer supports it on the GPU.
+        can_be_precision_aware: It can update a bfloat16 model and keep only the 16 bits that a master has in addition.
     """
 
     states: Mapping[str, torch.dtype]
@@ -35,7 +35,7 @@ class MegatronOptimizer:
     can_be_precision_aware: bool
 
 
-# By the key `optimizer`.
+# By value of the key `optimizer`.
 OPTIMIZERS: Mapping[str, MegatronOptimizer] = {
     "adam": MegatronOptimizer(
         states={"exp_avg": torch.float32, "exp_avg_sq": torch.float32},
@@ -43,7 +43,7 @@ OPTIMIZERS: Mapping[str, MegatronOptimizer] = {
         can_be_sharded=True,
         can_be_precision_aware=True,
     ),
-    # Without momentum torch's keeps nothing, Transformer Engine's the same as with it.
+    # Without momentum, torch's SGD keeps no state; Transformer Engine's always keeps it.
     "sgd": MegatronOptimizer(
         states={"momentum_buffer": torch.float32},
         is_elementwise=True,
@@ -54,11 +54,11 @@ OPTIMIZERS: Mapping[str, MegatronOptimizer] = {
 
 
 def optimizer_spec(settings: MegatronOptimizerConfig) -> OptimizerSpec:
-    """What the optimizer of `policy.megatron_cfg.optimizer` keeps."""
+    """Return the states of the optimizer of `policy.megatron_cfg.optimizer`."""
     optimizer = OPTIMIZERS[settings.optimizer]
     masters = dict.fromkeys(_HALF, torch.float32)
     if settings.use_precision_aware_optimizer:
-        masters[torch.bfloat16] = torch.int16  # the bits that the parameter lacks
+        masters[torch.bfloat16] = torch.int16  # the lower bits, which the parameter lacks
     states = dict(optimizer.states)
     if optimizer.can_be_precision_aware and settings.use_precision_aware_optimizer:
         states |= {name: getattr(torch, getattr(settings, f"{name}_dtype")) for name in states}
@@ -66,5 +66,5 @@ def optimizer_spec(settings: MegatronOptimizerConfig) -> OptimizerSpec:
 
 
 def names_of(can: Callable[[MegatronOptimizer], bool]) -> str:
-    """Values of the key `optimizer` that stand for such optimizers, for messages."""
+    """Return the values of the key `optimizer` whose optimizers satisfy `can`, for messages."""
     return " or ".join(name for name, optimizer in OPTIMIZERS.items() if can(optimizer))

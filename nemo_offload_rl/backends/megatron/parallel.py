@@ -17,9 +17,9 @@ from nemo_offload_rl.keys.backend import ModelParallel
 from nemo_offload_rl.keys.megatron import MegatronConfig
 from nemo_offload_rl.protocols.backend import ProcessInfo, RankInfo
 
-# Ranks of these send to single others, which must not stand behind what all of them do together.
+# Groups with sends between single ranks, which must not queue behind collectives.
 _SENDING = ("PIPELINE_MODEL_PARALLEL_GROUP", "CONTEXT_PARALLEL_GROUP")
-# Layers wait for these, and would for gradients that are reduced beside them.
+# Groups that layers wait for; in a shared group they would also wait for gradient reductions.
 _IN_LAYERS = (
     "TENSOR_MODEL_PARALLEL_GROUP",
     "TENSOR_AND_CONTEXT_PARALLEL_GROUP",
@@ -30,12 +30,12 @@ _IN_LAYERS = (
 
 
 def join_model_parallel(cfg: MegatronConfig, parallel: ModelParallel, world_size: int) -> bool:
-    """Make Megatron's process groups unless they are there; returns whether they were made here.
+    """Create Megatron's process groups unless they exist; return whether this call created them.
 
-    Megatron keeps them in module globals: models that live in one process at the same time share them.
+    Megatron keeps them in module globals, so all models in one process share them.
 
     Raises:
-        ConfigError: The ranks are no whole copies of the model, or groups of other sizes are in use.
+        ConfigError: The sizes do not divide the ranks, or groups of other sizes are in use.
     """
     if (problem := sizes_problem(cfg, world_size)) is not None:
         raise ConfigError(problem)
@@ -56,16 +56,16 @@ def join_model_parallel(cfg: MegatronConfig, parallel: ModelParallel, world_size
                 create_gloo_process_groups=False,
             )
     except BaseException:
-        leave_model_parallel()  # some are made
+        leave_model_parallel()  # some groups exist already
         raise
     return True
 
 
 @contextmanager
 def _sharing_groups() -> Iterator[None]:
-    """In the body Megatron makes one group for the same ranks and use, where it would make up to a dozen.
+    """Let Megatron create one group for the same ranks and use, instead of up to a dozen.
 
-    Each group that is used makes a communicator, whose buffers stay on the GPU; one of a single rank does too.
+    Each used group, even of a single rank, creates a communicator whose buffers stay on the GPU.
     """
     make, made = parallel_state.create_group, dict[object, Any]()
 
@@ -90,7 +90,7 @@ def _sharing_groups() -> Iterator[None]:
 
 
 def _use(ranks: Sequence[int], group_desc: str | None) -> str | None:
-    """What a group is used for: those with the same ranks and use can be one. Nothing runs beside a rank alone."""
+    """Return a group's use: groups with the same ranks and use can be one. All groups of a single rank share one."""
     if len(ranks) == 1:
         return "alone"
     if group_desc in _SENDING:
@@ -113,7 +113,7 @@ def leave_model_parallel() -> None:
 
 
 def rank_info(process: ProcessInfo) -> RankInfo:
-    """Where this process stands."""
+    """Return this process's place among the ranks."""
     return RankInfo(
         process.rank,
         process.world_size,
@@ -123,46 +123,46 @@ def rank_info(process: ProcessInfo) -> RankInfo:
 
 
 def seed_everything(seed: int) -> None:
-    """Megatron's random states: the same on data-parallel ranks, others on other pipeline stages."""
+    """Seed Megatron's random states, equally on data-parallel ranks and differently on pipeline stages."""
     model_parallel_cuda_manual_seed(
         seed + 100 * parallel_state.get_pipeline_model_parallel_rank(), force_reset_rng=True
     )
 
 
 def data_parallel_group() -> dist.ProcessGroup:
-    """Ranks with different data."""
+    """Return the group of ranks with different data."""
     return cast(dist.ProcessGroup, parallel_state.get_data_parallel_group())
 
 
 def tensor_parallel_group() -> dist.ProcessGroup:
-    """Ranks that share each layer."""
+    """Return the group of ranks that share each layer."""
     return cast(dist.ProcessGroup, parallel_state.get_tensor_model_parallel_group())
 
 
 def context_parallel_group() -> dist.ProcessGroup:
-    """Ranks that share each sequence."""
+    """Return the group of ranks that share each sequence."""
     return cast(dist.ProcessGroup, parallel_state.get_context_parallel_group())
 
 
 def expert_parallel_group() -> dist.ProcessGroup:
-    """Ranks that the experts are dealt out to."""
+    """Return the group of ranks that share the experts."""
     return cast(dist.ProcessGroup, parallel_state.get_expert_model_parallel_group())
 
 
 def pipeline_group() -> dist.ProcessGroup:
-    """Ranks that the layers are dealt out to."""
+    """Return the group of ranks that share the layers."""
     return cast(dist.ProcessGroup, parallel_state.get_pipeline_model_parallel_group())
 
 
 def layout_name() -> str:
-    """Names how the model is split over the ranks; not how many copies of it there are."""
+    """Name the split of the model over the ranks, without the number of copies."""
     tensor, context, pipeline, expert = _sizes()
     expert_tensor = parallel_state.get_expert_tensor_parallel_world_size()
     return f"tp{tensor}-cp{context}-pp{pipeline}-ep{expert}-etp{expert_tensor}"
 
 
 def place_in_model(is_expert: bool) -> str:
-    """Names the part of the model that this rank has; ranks with copies of the same part give the same name."""
+    """Name this rank's part of the model; ranks with copies of the same part have the same name."""
     stage = pipeline_group().rank()
     if is_expert:
         expert, tensor = (
@@ -174,17 +174,17 @@ def place_in_model(is_expert: bool) -> str:
 
 
 def is_first_stage() -> bool:
-    """Whether this rank embeds tokens."""
+    """Return whether this rank embeds tokens."""
     return parallel_state.is_pipeline_first_stage()
 
 
 def is_last_stage() -> bool:
-    """Whether this rank computes logits and losses."""
+    """Return whether this rank computes logits and losses."""
     return parallel_state.is_pipeline_last_stage()
 
 
 def from_last_stage[Result](value: Result) -> Result:
-    """The last pipeline stage's `value` on every stage."""
+    """Return the last pipeline stage's `value` on every stage."""
     group = pipeline_group()
     if group.size() == 1:
         return value

@@ -1,7 +1,7 @@
 """Forward and backward passes through Megatron's schedules: losses while training, logprobs otherwise.
 
-Logits never leave the model: its output layer is called by `GPTModel`'s output processor, chunk by chunk, and what
-comes out of the last pipeline stage is what a `Reader` makes of them.
+Logits never leave the model: `GPTModel`'s output processor calls the output layer chunk by chunk, and the last pipeline
+stage returns the results of a `Reader`.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Passes:
         model: The model.
         settings: The policy's settings.
         cfg: The Megatron backend's settings.
-        activations: Guards the passes where activations are offloaded.
-        device: Where micro-batches are put.
+        activations: Guards the passes if activations are offloaded.
+        device: Device of the micro-batches.
 
     Attributes:
-        teacher_head: For losses that read one.
+        teacher_head: The teacher's head, for losses that read it.
     """
 
     def __init__(
@@ -72,14 +72,14 @@ class Passes:
         self._adds_router_loss = adds_router_loss(cfg) and model.config.num_moe_experts is not None
         self._counts_tokens = self._adds_router_loss or cfg.moe_router_bias_update_rate > 0
         self._token_multiple = cfg.fp8_cfg.token_multiple
-        # Megatron pads no vocabulary here: its rows are dealt out evenly, or the model was refused.
+        # Megatron does not pad the vocabulary here; a size that does not divide evenly was refused.
         num_rows = model.hf_config.vocab_size // tp_group.size()
         self.shard = VocabShard(tp_group.rank() * num_rows, tp_group if tp_group.size() > 1 else None)
         self.teacher_head: TeacherHead | None = None
 
     @contextmanager
     def training(self, micro_batches: Sequence[TrainBatch]) -> Iterator[None]:
-        """A forward and backward pass over the micro-batches of a global batch."""
+        """Wrap a forward and backward pass over the micro-batches of a global batch."""
         if self._adds_router_loss:
             num_tokens = num_tokens_of_step(micro_batches, self._device)
             self._config.moe_grad_scale_func = partial(router_loss_scale, self._config, num_tokens, self._device)
@@ -88,12 +88,12 @@ class Passes:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """A pass without gradients, dropout off."""
+        """Wrap a pass without gradients and dropout."""
         with torch.no_grad(), self._activations.forward_only():
             yield
 
     def reader_of(self, loss_fn: LossFn) -> Callable[[Any], Reader]:
-        """Give the reader of each micro-batch that is on the device."""
+        """Return a function that makes the reader of a micro-batch on the device."""
         return lambda batch: reader_for(loss_fn, batch, self.teacher_head)
 
     def schedule(
@@ -105,10 +105,10 @@ class Passes:
         *,
         forward_only: bool,
     ) -> dict[str, Any]:
-        """Arguments of Megatron's schedule for one or more micro-batches.
+        """Return the arguments of Megatron's schedule for one or more micro-batches.
 
-        It returns, on the last pipeline stage, the results of `consume`, which turns what the reader gave of a
-        micro-batch into a scalar and a result to keep.
+        `consume` turns the reader's output for a micro-batch into a scalar and a result. On the last pipeline stage
+        the schedule returns these results.
         """
         for chunk in self._chunks:
             chunk.train(not forward_only)
@@ -128,15 +128,15 @@ class Passes:
             batch = batch.to(self._device)
 
             def reduce(scores_BS: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor, Any]:
-                scalar, result = consume(scores_BS, batch)  # a plain tuple: Megatron's wrappers make it one
-                # No tokens: our losses are divided by the counts of the global batch already.
+                scalar, result = consume(scores_BS, batch)  # Megatron's wrappers make a named tuple a plain one
+                # A token count of 0: losses are already divided by the counts of the global batch.
                 return scalar, torch.zeros((), dtype=torch.int, device=self._device), result
 
-            # What the reader gives on the last pipeline stage, hidden states on the others.
+            # The reader's output on the last pipeline stage, hidden states on the others.
             output = chunk(
                 input_ids=laid_out.ids_RL,
                 position_ids=laid_out.positions_RL,
-                attention_mask=None,  # causal, and rows are padded on the right
+                attention_mask=None,  # attention is causal and rows are padded on the right
                 packed_seq_params=laid_out.packed,
                 padding_mask=self._padding_of(laid_out) if self._counts_tokens and not forward_only else None,
                 output_processor=partial(self._read, reader_of(batch)),
@@ -149,14 +149,14 @@ class Passes:
             "data_iterator": iter(enumerate(micro_batches)),
             "model": list(self._chunks),
             "num_microbatches": len(micro_batches),
-            # Of fixed shapes, which only pipelines have that say so: ours tell each other the shapes.
+            # Used only by pipelines with fixed shapes; stages here send each other the shapes.
             "seq_length": self._max_length,
             "micro_batch_size": 1,
             "forward_only": forward_only,
         }
 
     def _padding_of(self, laid_out: ModelInput) -> Tensor:
-        """What routers are not to count. The first stage has Megatron split it with the sequence, the others do not."""
+        """Return the padding mask for routers. Megatron splits it with the sequence on the first stage only."""
         if parallel.is_first_stage():
             return laid_out.is_padding_RL
         return laid_out.is_padding_RL.chunk(self._sequence_parallel_size, dim=1)[self._sequence_parallel_rank]
@@ -171,16 +171,16 @@ class Passes:
         context: ModelInput,
         **_: Any,
     ) -> Any:
-        """Tensors [B, S, ...] from last hidden states, of which this rank has [L / sequence_parallel_size, R, hidden].
+        """Read scores [B, S, ...] from this rank's last hidden states [L / sequence_parallel_size, R, hidden].
 
-        With sequence parallelism the output layer gathers the ranks' positions, as many from each: a place among a
-        rank's P positions stands for one position of every rank (X of them), and is scored if any of those is.
+        With sequence parallelism the output layer gathers equally many positions from each rank. So each of a rank's P
+        positions stands for one position on each of X ranks, and is scored if any of these is.
         """
         splits, (length, rows) = self._sequence_parallel_size, hidden_states.shape[:2]
 
         def logits(hidden_N1H: Tensor) -> Tensor:
             found, _ = output_layer(hidden_N1H, weight=output_weight, runtime_gather_output=False)
-            # One rank after the other.
+            # The gathered positions are ordered by rank.
             return found.unflatten(0, (splits, len(hidden_N1H))).squeeze(2).transpose(0, 1)
 
         targets_PX, sources_PX = (by_place(value, splits) for value in (context.targets_RL, context.sources_RL))
@@ -202,12 +202,12 @@ class Passes:
             found_LR = found_PX.transpose(0, 1).unflatten(1, (length, rows)).flatten(0, 1)
             return context.of_samples(found_LR.transpose(0, 1))
 
-        make: Any = type(found)  # whose fields may be None or not
+        make: Any = type(found)  # a tuple with optional fields
         return make(*map(at_their_places, found))
 
 
 def _of_all_ranks(hidden_N1H: Tensor, splits: int) -> Tensor:
-    """[N, X, H] what the sequence-parallel ranks have in the same places; without gradient."""
+    """Gather the hidden states of all sequence-parallel ranks as [N, X, H], without gradient."""
     if splits == 1:
         return hidden_N1H
     pieces = [torch.empty_like(hidden_N1H) for _ in range(splits)]
@@ -216,22 +216,22 @@ def _of_all_ranks(hidden_N1H: Tensor, splits: int) -> Tensor:
 
 
 def losses_of(loss_fn: LossFn, norm: LossNorm) -> Callable[[Any, TrainBatch], tuple[Tensor, Any]]:
-    """Loss and metrics of a micro-batch, for `Passes.schedule`."""
+    """Return a `consume` for `Passes.schedule` that computes a micro-batch's loss and metrics."""
 
     def consume(scores_BS: Any, batch: TrainBatch) -> tuple[Tensor, tuple[Tensor, Mapping[str, Tensor]]]:
         loss, metrics = read_loss(loss_fn, scores_BS, batch, norm)
-        # A copy: the schedule scales the loss in place.
+        # Cloned, since the schedule scales the loss in place.
         return loss, (loss.detach().clone(), metrics)
 
     return consume
 
 
 def keep_scores(scores_BS: tuple[Tensor | None, ...], batch: TokenBatch) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """The scores of a micro-batch as they were read, for `Passes.schedule`."""
+    """Return the scores of a micro-batch unchanged; a `consume` for `Passes.schedule`."""
     assert scores_BS[0] is not None
     return scores_BS[0].new_zeros((), dtype=torch.float32), scores_BS
 
 
 def on_cpu(found: Sequence[tuple[Tensor | None, ...]]) -> list[Any]:
-    """Scores on the CPU; after all passes, since each tensor waits for the device."""
+    """Copy scores to the CPU. Call it after all passes, since each copy waits for the device."""
     return [tuple(None if value is None else value.cpu() for value in scores_BS) for scores_BS in found]

@@ -1,12 +1,13 @@
-"""What a Megatron worker keeps on the device between calls, by state group.
+"""State groups: the tensors that a Megatron worker keeps on the device between calls.
 
-- params: parameters, module buffers, and the flat buffers that the parameters are views into; with adapters, theirs.
-- base: with adapters, everything that is frozen, and module buffers.
-- grads: the flat gradient buffers, and those outside of them.
-- optimizer: fp32 masters wherever the optimizer's flavour keeps them, its state tensors, scales of 8-bit states.
+- params: parameters, module buffers, and the flat buffers that the parameters are views into. With adapters, only the
+  adapters' parameters and flat buffers.
+- base: frozen parameters and module buffers; exists only with adapters.
+- grads: the flat gradient buffers, and gradients outside of them.
+- optimizer: fp32 masters (each kind of optimizer stores them differently), state tensors, scales of 8-bit states.
 
-Groups are listed in this order, and a storage that several list belongs to the first: without fp32 masters, the
-optimizer's own parameters are views of the parameter buffers and stay where those are.
+Groups are listed in this order. A storage in several groups belongs to the first: without fp32 masters, the
+optimizer's parameters are views of the parameter buffers and move with these.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ MASTER = "/master"
 
 
 def _buffers(chunks: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """Megatron's flat buffers, those of experts included."""
+    """Yield Megatron's flat buffers, including the experts'."""
     for index, chunk in enumerate(chunks):
         for kind, buffers in (("dense", chunk.buffers), ("expert", chunk.expert_parallel_buffers)):
             for number, buffer in enumerate(buffers):
@@ -50,7 +51,7 @@ type NamedModules = Sequence[tuple[str, nn.Module]]
 
 
 def named_modules(chunks: Sequence[Any]) -> NamedModules:
-    """All modules by a prefix for names of their tensors. Groups walk them once: of a mixture there are thousands."""
+    """List all modules with a prefix for their tensors' names. It is made once: a mixture has thousands of modules."""
     return [
         (f"chunk{index}/{name}{'.' if name else ''}", module)
         for index, chunk in enumerate(chunks)
@@ -59,7 +60,7 @@ def named_modules(chunks: Sequence[Any]) -> NamedModules:
 
 
 def param_tensors(chunks: Sequence[Any], modules: NamedModules) -> NamedTensors:
-    """Parameter buffers, parameters and module buffers."""
+    """Yield parameter buffers, parameters and module buffers."""
     return chain(_flat_parameters(chunks), _parameters(modules), _module_buffers(modules))
 
 
@@ -84,19 +85,19 @@ def _module_buffers(modules: NamedModules) -> NamedTensors:
 
 
 def trainable_tensors(chunks: Sequence[Any], modules: NamedModules) -> NamedTensors:
-    """Of `param_tensors`, what training writes."""
+    """Yield the tensors of `param_tensors` that training writes."""
     trained = ((name, tensor) for name, tensor in _parameters(modules) if tensor.requires_grad)
     return chain(_flat_parameters(chunks), trained)
 
 
 def frozen_tensors(modules: NamedModules) -> NamedTensors:
-    """Of `param_tensors`, what nothing writes: frozen parameters, and module buffers."""
+    """Yield the tensors of `param_tensors` that nothing writes: frozen parameters and module buffers."""
     frozen = ((name, tensor) for name, tensor in _parameters(modules) if not tensor.requires_grad)
     return chain(frozen, _module_buffers(modules))
 
 
 def weight_groups(chunks: Sequence[Any], *, has_adapters: bool) -> tuple[StateGroup, ...]:
-    """`params`, and with adapters `base` too, which arrive layer by layer. No module may be added afterwards."""
+    """Return `params`, and `base` with adapters; both load layer by layer. No module may be added afterwards."""
     modules = named_modules(chunks)
     layers = [module for _, module in modules if isinstance(module, TransformerLayer)]
     if _may_gather_in_passes(chunks):
@@ -110,16 +111,16 @@ def weight_groups(chunks: Sequence[Any], *, has_adapters: bool) -> tuple[StateGr
 
 
 def _may_gather_in_passes(chunks: Sequence[Any]) -> bool:
-    """Whether a forward pass may gather parameters over ranks, whole buckets of layers, before a layer's own forward.
+    """Return whether a forward pass may gather buckets of several layers' parameters before these layers run.
 
-    It does where no update came before: Megatron's buckets then count as not gathered.
+    This happens before the first update, when Megatron's buckets count as not gathered.
     """
     shared = any(buffer.data_parallel_world_size > 1 for _, buffer in _buffers(chunks))
     return shared and any(chunk.ddp_config.overlap_param_gather for chunk in chunks)
 
 
 def grad_tensors(chunks: Sequence[Any]) -> NamedTensors:
-    """Gradient buffers, and gradients that Megatron keeps outside of them."""
+    """Yield gradient buffers, and gradients that Megatron keeps outside of them."""
     for name, buffer in _buffers(chunks):
         yield f"{name}/grad_data", buffer.grad_data
         for number, extra in enumerate(buffer.extra_main_grads):
@@ -127,7 +128,7 @@ def grad_tensors(chunks: Sequence[Any]) -> NamedTensors:
 
 
 def updated_parameters(mcore: Any) -> NamedTensors:
-    """What one of Megatron's optimizers hands to its torch optimizers: masters, or parts of the parameters."""
+    """Yield the tensors that one of Megatron's optimizers passes to torch's: masters, or parts of parameters."""
     for inner in _inner_optimizers(mcore.optimizer):
         for index, group in enumerate(inner.param_groups):
             for number, parameter in enumerate(group["params"]):
@@ -135,37 +136,37 @@ def updated_parameters(mcore: Any) -> NamedTensors:
 
 
 def optimizer_tensors(mcore: Any, members: Sequence[tuple[str, Tensor]]) -> NamedTensors:
-    """Masters and states of every flavour; those that are views of parameters are among them.
+    """Yield masters and states of any kind of optimizer, including masters that are views of parameters.
 
     Args:
         mcore: One of Megatron's optimizers.
-        members: Of its `updated_parameters`. Nothing else is looked at: parts are many where parameters are.
+        members: Some of its `updated_parameters`. No others are visited, since a large model has many parts.
     """
     for inner in _inner_optimizers(mcore.optimizer):
         states, scales = inner.state, getattr(inner, "_scales", {})
         for name, parameter in members:
             yield name + MASTER, parameter
-            # Not `states[parameter]`: that would make an entry for one that has none yet.
+            # `states[parameter]` would create an entry.
             own = states.get(parameter, {})
             for key, value in own.items():
-                # Scalars (Adam's `step`) cost nothing on the host, where torch keeps them.
+                # Skips scalars such as Adam's `step`, which torch keeps on the host.
                 if isinstance(value, Tensor) and value.dim() > 0:
                     yield f"{name}/{key}", value
             for key, value in scales.get(parameter, {}).items() if scales else ():
                 if own[key].dtype is torch.bfloat16:
-                    continue  # made, and never read
+                    continue  # this scale is never read
                 yield f"{name}/{key}_scale", value
 
 
 def _inner_optimizers(optimizer: Any) -> list[Any]:
-    """The optimizers that hold states on the device; what Megatron's hybrid optimizer has on the host is its own."""
+    """Return the optimizers with states on the device; Megatron's hybrid optimizer manages its host states itself."""
     if isinstance(optimizer, HybridDeviceOptimizer):
         return [] if optimizer.gpu_optimizer is None else [optimizer.gpu_optimizer]
     return [optimizer]
 
 
 class MegatronGrads(StateGroup):
-    """Gradient buffers: their memory is given up between steps, and comes back zeroed; views of them stay valid."""
+    """Gradient buffers. Their memory is freed between steps and comes back zeroed; views stay valid."""
 
     def __init__(self, chunks: Sequence[Any]) -> None:
         super().__init__("grads")
@@ -189,7 +190,7 @@ class MegatronGrads(StateGroup):
 
 
 def weight_bytes(chunks: Sequence[Any], *, has_adapters: bool) -> dict[str, int]:
-    """Host bytes of each of `weight_groups`."""
+    """Return the host bytes of each of `weight_groups`."""
     return {
         group.name: sum(aligned(record.storage.nbytes()) for record in unique_storages(group.tensors()).values())
         for group in weight_groups(chunks, has_adapters=has_adapters)
@@ -197,12 +198,12 @@ def weight_bytes(chunks: Sequence[Any], *, has_adapters: bool) -> dict[str, int]
 
 
 def state_bytes(chunks: Sequence[Any], optimizer: Any, spec: OptimizerSpec) -> dict[Tensor, int]:
-    """Host bytes of masters and states of each of `updated_parameters`, once all of the lazy state is there.
+    """Return the host bytes of the masters and states of each of `updated_parameters`, with all lazy states made.
 
     Args:
         chunks: The model.
         optimizer: Megatron's optimizer.
-        spec: What it keeps.
+        spec: The optimizer's states.
     """
     params = unique_storages(param_tensors(chunks, named_modules(chunks)))
     sizes: dict[Tensor, int] = {}
@@ -211,7 +212,7 @@ def state_bytes(chunks: Sequence[Any], optimizer: Any, spec: OptimizerSpec) -> d
             continue
         for _, parameter in updated_parameters(mcore):
             kept, storage = list(spec.states.values()), parameter.untyped_storage()
-            # What is no view of a parameter is a master itself. Of parameters, the optimizer makes masters as states.
+            # A tensor that is not a view of a parameter is itself a master. For views, masters are optimizer states.
             is_master = storage_key(storage) not in params
             if not is_master and parameter.dtype in spec.masters:
                 kept.append(spec.masters[parameter.dtype])

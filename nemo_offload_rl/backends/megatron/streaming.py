@@ -1,8 +1,8 @@
-"""Optimizer states and masters that are on the device for their own update only (`offload_optimizer_states`).
+"""Optimizer states and masters that are on the device only for their own update (`offload_optimizer_states`).
 
 Megatron's distributed optimizer updates all parameters at once and then copies all masters into the parameter buffers.
-Here its inner optimizer is stood in for, during the step, by one that updates part after part and copies each part's
-masters while they are there. Gradient norm, clipping and the gathering of parameters stay Megatron's.
+During a step, this module replaces its inner optimizer by one that updates part after part, and copies each part's
+masters while they are on the device. Megatron still computes the norm, clips, and gathers parameters.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from nemo_offload_rl.keys.megatron import MegatronOptimizerConfig
 from nemo_offload_rl.protocols.optimizer import OptimizerSpec
 from nemo_offload_rl.residency import OPTIMIZER, StateGroup, TensorGroup
 
-# What the distributed optimizer pairs up when it copies masters into parameters: its shards and the parameters.
+# Attributes of shards and parameters that the distributed optimizer pairs when it copies masters into parameters.
 _PAIRED = (("shard_fp32_from_float16_groups", "model_float16_groups"), ("shard_fp32_groups", "model_fp32_groups"))
 
 
 class StreamedStates:
-    """Which states stream, and the step that streams them.
+    """Division of the optimizer's states into streamed parts, and the step that streams them.
 
     Args:
         optimizer: Megatron's optimizer.
-        cfg: How much streams, in parts of which size.
-        spec: Of the optimizer.
+        cfg: Settings of the streamed share and the size of its parts.
+        spec: Spec of the optimizer.
         state_bytes: Bytes of masters and states by parameter of an inner optimizer.
 
     Raises:
-        ConfigError: States are to stream, but the optimizer cannot update a part alone.
+        ConfigError: States are to be streamed, but the optimizer cannot update one part alone.
     """
 
     def __init__(
@@ -79,22 +79,22 @@ class StreamedStates:
 
     @property
     def group_names(self) -> list[str]:
-        """The group of the states that stay through a step, then that of each part."""
+        """Names of the group of states that stay through a step, then of each part's group."""
         return list(self._members())
 
     def group_of(self, parameter: Tensor) -> str:
-        """The group with the states of what an inner optimizer updates."""
+        """Return the name of the group with the states of a parameter of an inner optimizer."""
         return self._part_of.get(parameter, OPTIMIZER)
 
     def groups(self) -> list[StateGroup]:
-        """The states that stay through a step as one group, then one of each part."""
+        """Return one group of the states that stay through a step, then one group for each part."""
         return [
             TensorGroup(name, lambda mine=mine: chain.from_iterable(starmap(state.optimizer_tensors, mine)))
             for name, mine in self._members().items()
         ]
 
     def _members(self) -> dict[str, list[tuple[Any, NamedTensors]]]:
-        """Parameters of each group, by the optimizer that updates them."""
+        """Return the parameters of each group, by the optimizer that updates them."""
         members = {OPTIMIZER: [(mcore, parts.rest) for mcore, parts in self._parts]}
         for mcore, parts in self._parts:
             members |= {name: [(mcore, some)] for name, some in parts.parts.items()}
@@ -102,7 +102,7 @@ class StreamedStates:
 
     @contextmanager
     def streaming(self, streamed: Iterator[str]) -> Iterator[None]:
-        """Inside, a step of Megatron's optimizer goes part by part, as `streamed` names those on the device."""
+        """Let a step of Megatron's optimizer update part by part; `streamed` names each part once it is on the device."""
         with ExitStack() as stack:
             in_parts = [
                 stack.enter_context(_stood_in_for(mcore, parts, streamed, self._join))
@@ -113,14 +113,14 @@ class StreamedStates:
         for mcore, parts in self._parts:
             self._join(mcore.optimizer, parts.rest)
         if any(stand_in.has_stepped for stand_in in in_parts):  # a float16 step that overflowed is skipped
-            # The last part leaves when the one after it is asked for.
+            # Asking for another part lets the last one leave.
             for name in streamed:
                 raise RuntimeError(f"the states of {name} came, but no optimizer updates them")
 
     def _join(self, optimizer: Any, members: NamedTensors) -> None:
-        """Join the small states that these parameters' first update has made; Megatron's hybrid optimizer has its own.
+        """Join small states after these parameters' first update, except those of Megatron's hybrid optimizer.
 
-        States are told by their first parameter: they are joined once, and stay so.
+        States are joined once; a group's first parameter identifies it.
         """
         if not members or members[0][0] in self._joined or isinstance(optimizer, HybridDeviceOptimizer):
             return
@@ -129,7 +129,7 @@ class StreamedStates:
 
 
 class _InParts:
-    """Stands in for the torch optimizer inside a distributed optimizer."""
+    """Replacement for the torch optimizer inside a distributed optimizer."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class _InParts:
         self.has_stepped = True
         mine = islice(self._streamed, len(self._parts.parts))
         self._parts.step(self._inner, mine, self._copy_masters)
-        # Megatron copies what is listed after this; all of it has been copied, and has left.
+        # Megatron copies all listed masters next; list none, since all are copied and have left the device.
         self._list_pairs([([], []) for _ in _PAIRED])
 
     def restore(self) -> None:
@@ -186,7 +186,7 @@ def _stood_in_for(
 
 
 def _places(main_groups: Any, model_groups: Any) -> dict[int, tuple[int, Any, Any]]:
-    """Of each shard: the number of its group, the shard, and the parameter."""
+    """Return for each shard the number of its group, the shard and its parameter, by the shard's id."""
     return {
         id(main): (number, main, model)
         for number, pairs in enumerate(zip(main_groups, model_groups, strict=True))
@@ -197,7 +197,7 @@ def _places(main_groups: Any, model_groups: Any) -> dict[int, tuple[int, Any, An
 def _only(
     num_groups: int, places: Mapping[int, tuple[int, Any, Any]], members: NamedTensors
 ) -> tuple[list[list[Any]], list[list[Any]]]:
-    """The pairs of these shards, group by group."""
+    """Return the pairs of these shards by group."""
     mains: list[list[Any]] = [[] for _ in range(num_groups)]
     models: list[list[Any]] = [[] for _ in range(num_groups)]
     for _, parameter in members:

@@ -1,6 +1,6 @@
-"""What of a model's config.json the Megatron backend would get wrong or leave out. Imports no library.
+"""Checks for settings of a model's config.json that the Megatron backend does not support. Imports no library.
 
-Rules ask it before Ray starts, the backend once more when it has the config, which a hub's name leaves until then.
+Rules use it before Ray starts. The backend checks again with the loaded config, since models of a hub have none before.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nemo_offload_rl.models.families import (
 )
 from nemo_offload_rl.models.rope import attention_factor, malformed_rope, rope_settings, rope_type
 
-# What each type of rotary embedding needs beside its base.
+# Settings that each type of rotary embedding needs in addition to its base.
 ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -32,7 +32,7 @@ _SILU = ("silu", "swish")
 
 
 def sizes_problem(cfg: MegatronConfig, num_workers: int) -> str | None:
-    """Say why the parallel sizes do not divide the policy workers and what to do; None where they do."""
+    """Say why the parallel sizes do not divide the policy workers, and what to do; None if they do."""
     sizes = {
         "policy.megatron_cfg.tensor_model_parallel_size": cfg.tensor_model_parallel_size,
         "pipeline_model_parallel_size": cfg.pipeline_model_parallel_size,
@@ -43,7 +43,7 @@ def sizes_problem(cfg: MegatronConfig, num_workers: int) -> str | None:
 
 
 def unsupported(config: Mapping[str, Any]) -> str | None:
-    """What of the config is refused and why, or None.
+    """Name the setting that is refused and why, or return None.
 
     Args:
         config: The contents of a config.json.
@@ -52,13 +52,13 @@ def unsupported(config: Mapping[str, Any]) -> str | None:
 
 
 def unsplit_layers(config: Mapping[str, Any], tensor_parallel_size: int, *, is_local: bool) -> str | None:
-    """Why a model is not split by tensor parallelism of a size, or None.
+    """Say why a model cannot be split by this tensor-parallel size, or return None.
 
     Args:
         config: The contents of a config.json.
-        tensor_parallel_size: As set.
-        is_local: Layers are those of `transformer_impl: local`. Its latent attention
-            (megatron/core/transformer/multi_latent_attention.py) gathers the keys' rotated part without adding up its
+        tensor_parallel_size: The size that is set.
+        is_local: The run has `transformer_impl: local`, whose latent attention
+            (megatron/core/transformer/multi_latent_attention.py) gathers the rotated part of keys without summing its
             gradient.
     """
     if tensor_parallel_size == 1:
@@ -79,7 +79,7 @@ def unsplit_layers(config: Mapping[str, Any], tensor_parallel_size: int, *, is_l
 
 
 def unsupported_layers(config: Mapping[str, Any]) -> str | None:
-    """Which setting stands for tensors or a function that the backend would leave out, or None.
+    """Name the setting for tensors or a function that the backend lacks, or return None.
 
     Args:
         config: The contents of a config.json.
@@ -96,14 +96,14 @@ def unsupported_layers(config: Mapping[str, Any]) -> str | None:
 
 
 def _unsupported_experts(config: Mapping[str, Any]) -> str | None:
-    """What of the choice of experts, their number or the layers that have them, or None."""
+    """Name the unsupported setting of experts (choice, number or layers), or return None."""
     kind, chosen, groups = (config.get(key) for key in ("model_type", "num_experts_per_tok", "topk_group"))
     if (config.get("n_group") or 1) != 1 and (chosen is None or groups is None or chosen != 2 * groups):
         return (
             f"num_experts_per_tok {chosen} from topk_group {groups}, and that backend rates a group by as many of its "
             "experts as are chosen from each, the model by two"
         )
-    if chosen == 1 and kind != "olmoe":  # whose weights are what the softmax over all experts gives
+    if chosen == 1 and kind != "olmoe":  # OLMoE's weights are a softmax over all experts
         return "num_experts_per_tok 1, and that backend does not normalize the weight of a single expert"
     for key in ("n_shared_experts", "num_shared_experts"):
         if config.get(key) == 0:
@@ -117,7 +117,7 @@ def _unsupported_experts(config: Mapping[str, Any]) -> str | None:
 
 
 def unsupported_rope(config: Mapping[str, Any]) -> str | None:
-    """Which setting of rotary embeddings the backend cannot reproduce, or None."""
+    """Name the setting of rotary embeddings that the backend cannot reproduce, or return None."""
     if (reason := malformed_rope(config)) is not None:
         return reason
     rope = rope_settings(config)

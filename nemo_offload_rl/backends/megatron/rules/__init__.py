@@ -1,4 +1,4 @@
-"""Rules of the Megatron backend, all checked before Ray starts; none imports Megatron."""
+"""Rules of the Megatron backend. All are checked before Ray starts, and none imports Megatron."""
 
 from __future__ import annotations
 

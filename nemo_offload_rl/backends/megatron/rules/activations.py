@@ -1,7 +1,7 @@
-"""Activation offloading, recomputation and CUDA graphs of the Megatron backend.
+"""Rules on the Megatron backend's activation offloading, recomputation and CUDA graphs.
 
-Megatron-core's own front ends check some of this, but not where a worker builds the model itself; what they leave
-unchecked either fails deep inside a training step or silently moves nothing.
+Megatron-core's own front ends check some of this, but a worker that builds the model itself does not use them.
+Unchecked mistakes fail deep inside a training step, or silently move nothing.
 """
 
 from __future__ import annotations

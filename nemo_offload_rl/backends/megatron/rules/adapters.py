@@ -1,4 +1,4 @@
-"""Low-rank adapters of the Megatron backend. Each rule is silent while there are none."""
+"""Rules on the Megatron backend's low-rank adapters. Each returns None if there are no adapters."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def megatron_adapters_name_their_layers(cfg: PolicyRun) -> str | None:
 
 
 def _fits_layers_only(pattern: str, num_layers: int) -> bool:
-    """Whether a pattern fits some layers that get adapters and no other module, of which Megatron-Bridge makes none."""
+    """Return whether a pattern matches adaptable layers only. Megatron-Bridge has no adapters for other modules."""
     others, layers = ["embedding", "decoder", "decoder.layers", "output_layer"], []
     for index in range(num_layers):
         place = f"decoder.layers.{index}"

@@ -1,4 +1,4 @@
-"""The Megatron backend's devices and layers. Each rule is silent while another backend is enabled."""
+"""Rules on the Megatron backend's devices and layers. Each returns None if another backend is enabled."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def megatron_lengths_can_be_split(cfg: PolicyRun) -> str | None:
     if megatron is None:
         return None
     multiple, context = cfg.policy.make_sequence_length_divisible_by, megatron.context_parallel_size
-    # Each context-parallel rank takes two pieces, an early and a late one, so that causal attention is even work.
+    # Each context-parallel rank takes an early and a late piece, so that all have equal work in causal attention.
     pieces = (2 * context if context > 1 else 1) * (
         megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1
     )

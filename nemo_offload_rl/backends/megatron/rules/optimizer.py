@@ -1,4 +1,4 @@
-"""The Megatron backend's optimizer. Each rule is silent while another backend is enabled."""
+"""Rules on the Megatron backend's optimizer. Each returns None if another backend is enabled."""
 
 from __future__ import annotations
 

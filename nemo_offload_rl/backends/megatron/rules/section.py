@@ -1,4 +1,4 @@
-"""The Megatron backend's section, where that backend is on."""
+"""Access to the Megatron backend's section of the settings."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from nemo_offload_rl.keys.megatron import MegatronConfig
 
 
 def megatron_section(cfg: PolicyRun) -> MegatronConfig | None:
-    """`policy.megatron_cfg` where that backend is the one to run, else None."""
+    """Return `policy.megatron_cfg` if that backend runs, else None."""
     backend = cfg.policy.backend
     return backend if isinstance(backend, MegatronConfig) else None

@@ -1,4 +1,4 @@
-"""Keep a worker's threads on the CPUs near its GPU, so that host memory is written and read on one NUMA node."""
+"""Binds a worker's threads to the CPUs near its GPU, so that host memory is accessed on one NUMA node."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ NODES = Path("/sys/devices/system/node")
 
 
 def bind_to_numa_node_of(device: torch.device) -> None:
-    """Restrict this process to the CPUs of the GPU's NUMA node; does nothing where the machine does not tell.
+    """Restrict this process to the CPUs of the GPU's NUMA node; do nothing if the node is unknown.
 
-    Megatron's own front ends do this through NVML and cuda-python; a worker that builds the model itself does not pass
-    through them.
+    Megatron's own front ends do this through NVML and cuda-python, but a worker that builds the model itself does not
+    use them.
     """
     if device.type != "cuda":
         return
@@ -31,10 +31,10 @@ def bind_to_numa_node_of(device: torch.device) -> None:
 
 
 def bind_to_numa_node(node: int, nodes: Path = NODES) -> set[int] | None:
-    """Restrict every thread of this process to the CPUs of a node that it may use already.
+    """Restrict every thread of this process to those of its allowed CPUs that are on a node.
 
     Returns:
-        Those CPUs; None where there are none and nothing was changed.
+        These CPUs; None if there are none and nothing was changed.
     """
     try:
         near = parse_cpu_list((nodes / f"node{node}" / "cpulist").read_text())
@@ -48,14 +48,14 @@ def bind_to_numa_node(node: int, nodes: Path = NODES) -> set[int] | None:
     for thread in os.listdir("/proc/self/task"):
         try:
             os.sched_setaffinity(int(thread), allowed)
-        except ProcessLookupError:  # it has ended meanwhile
+        except ProcessLookupError:  # the thread has ended
             continue
     logger.info("The worker runs on %d CPUs of NUMA node %d", len(allowed), node)
     return allowed
 
 
 def parse_cpu_list(text: str) -> set[int]:
-    """The numbers in the kernel's list format, such as `0-3,8,10-11`."""
+    """Parse the kernel's list format for numbers, such as `0-3,8,10-11`."""
     found: set[int] = set()
     for part in text.strip().split(","):
         if part:

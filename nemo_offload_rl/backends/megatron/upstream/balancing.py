@@ -1,8 +1,8 @@
-"""How tokens are spread over experts: auxiliary losses of routers, and biases that choose experts.
+"""Balancing of tokens over experts: auxiliary losses of routers, and biases for the choice of experts.
 
 Megatron-core adds an auxiliary loss to the gradients of a backward pass as `coefficient * loss * tokens of the
-micro-batch`, multiplied by a scale that it asks for; with the number of a step's tokens below, each micro-batch counts
-as many times as it has tokens. Sources: Switch Transformers (arXiv 2101.03961), DeepSeek-V3 (arXiv 2412.19437).
+micro-batch`, times a scale that a callback returns. The callback here divides by the step's tokens, which weighs each
+micro-batch by its tokens. Sources: Switch Transformers (arXiv 2101.03961), DeepSeek-V3 (arXiv 2412.19437).
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from nemo_offload_rl.keys.megatron import MegatronConfig
 
 
 def adds_router_loss(cfg: MegatronConfig) -> bool:
-    """Whether training adds an auxiliary loss of the routers."""
+    """Return whether training adds an auxiliary loss of the routers."""
     return cfg.moe_router_load_balancing_type != "none" and cfg.moe_aux_loss_coeff > 0
 
 
 def num_tokens_of_step(micro_batches: Sequence[TokenBatch], device: torch.device) -> int:
-    """Tokens of all data-parallel ranks without padding; a collective."""
+    """Count the tokens of all data-parallel ranks without padding; a collective."""
     mine = sum(int(batch.input_lengths.sum()) for batch in micro_batches)
     return int(sum_over_ranks([mine], parallel.data_parallel_group(), device)[0])
 
 
 def router_loss_scale(config: Any, num_tokens: int, device: torch.device) -> Tensor:
-    """What Megatron-core multiplies `loss * tokens of a micro-batch` by.
+    """Return Megatron-core's factor for `loss * tokens of a micro-batch`.
 
     Args:
-        config: Megatron's, which knows the scale of the main loss.
-        num_tokens: Of the step.
-        device: Of the losses.
+        config: Megatron's config, for the scale of the main loss.
+        num_tokens: Number of tokens of the step.
+        device: Device of the losses.
     """
     return config.grad_scale_func(torch.ones(1, device=device)) / num_tokens
 
 
 def weigh_losses_by_real_tokens(chunks: Sequence[Any]) -> None:
-    """Let auxiliary losses be multiplied by the tokens that they are of, whoever shares these.
+    """Multiply each auxiliary loss by the number of its tokens, also where devices share rows.
 
-    Devices that share rows have the loss of their parts. Megatron-core 0.19.2 means to multiply it by a part's tokens
-    and the number of parts, but its count (`get_tokens_per_expert_and_token_count`) is that of all parts: the sum over
-    devices is taken in place. One part's would not do either: where rows end in padding, parts differ.
+    Each device that shares rows computes a loss of its part. Megatron-core 0.19.2 intends to multiply it by the part's
+    tokens and the number of parts. But its count (`get_tokens_per_expert_and_token_count`) covers all parts, since it is
+    summed over devices in place. A part's own count would also be wrong: padding at the end of rows makes parts differ.
     """
     for chunk in chunks:
         for module in chunk.modules():
@@ -62,7 +62,7 @@ def weigh_losses_by_real_tokens(chunks: Sequence[Any]) -> None:
 
 
 def _remember_tokens(router: Any, inputs: tuple[Any, ...]) -> None:
-    if router.training and torch.is_grad_enabled():  # else there is no loss, nor is padding known
+    if router.training and torch.is_grad_enabled():  # otherwise there is neither a loss nor a padding mask
         router.num_real_tokens = (~inputs[1]).sum().float()
 
 
@@ -76,7 +76,7 @@ def _attach_loss(
     group: Any,
     **options: Any,
 ) -> Tensor:
-    """Call megatron-core's with what gives the tokens of the loss's group, multiplied by the number of parts."""
+    """Call megatron-core's function with a count that gives the group's tokens when multiplied by the parts."""
     count = router.num_real_tokens.clone()
     if group.size() > 1:
         torch.distributed.all_reduce(count, group=group)
@@ -85,14 +85,14 @@ def _attach_loss(
 
 
 class ExpertBiases:
-    """The biases of a model's experts, which are updated once a step, by steps that are not skipped.
+    """Biases of a model's experts, updated once in each step that is not skipped.
 
-    Megatron-core would update them behind each backward pass, and its own count fails where padding is left out. They
-    are buffers of float32: of the group `params`, in checkpoints, refits and exports as parameters are.
+    Megatron-core would update them after each backward pass, and its count fails if padding is excluded. The biases are
+    float32 buffers in the group `params`; checkpoints, refits and exports treat them like parameters.
 
     Args:
         chunks: The model.
-        rate: What an update adds or takes; 0 for none.
+        rate: Amount that an update adds or subtracts; 0 for no updates.
     """
 
     def __init__(self, chunks: Sequence[Any], rate: float) -> None:
@@ -100,7 +100,7 @@ class ExpertBiases:
         self._rate = rate
         self._counts_LE: Tensor | None = None
         for router in self._routers():
-            # What Megatron-core asks before it counts and updates; the bias itself is used in any case.
+            # Stops Megatron-core's own counts and updates; the bias is used in any case.
             router.enable_expert_bias, router.frozen_expert_bias = False, True
             if rate > 0:
                 router.register_forward_hook(_count)
@@ -112,7 +112,7 @@ class ExpertBiases:
                     yield module
 
     def collect(self) -> None:
-        """Take over what a backward pass counted, before Megatron-core forgets it."""
+        """Add the counts of a backward pass, before Megatron-core resets them."""
         counts = [router.local_tokens_per_expert for router in self._routers()] if self._rate > 0 else []
         if counts:
             counts_LE = torch.stack(counts)
@@ -120,7 +120,7 @@ class ExpertBiases:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move the biases by the counts of all ranks; a collective."""
+        """Update the biases by the counts of all ranks; a collective."""
         if self._counts_LE is None:
             return
         routers = list(self._routers())
@@ -130,7 +130,7 @@ class ExpertBiases:
             router.expert_bias.copy_(moved_E)
 
     def forget(self) -> None:
-        """Drop all counts, those of a pass that raised included."""
+        """Drop all counts, including those of a pass that raised."""
         self._counts_LE = None
         for chunk in self._chunks:
             for module in chunk.modules():
@@ -141,7 +141,7 @@ class ExpertBiases:
 
 
 def _count(router: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> None:
-    """Add the tokens of each expert, padding left out; not in passes without gradients, nor twice when recomputed."""
+    """Count each expert's tokens without padding, once if recomputed and only in passes with gradients."""
     if not (router.training and torch.is_grad_enabled()):
         return
     is_chosen_TE, is_padding_LR = outputs[1].detach(), inputs[1]

@@ -1,8 +1,8 @@
-"""Importing Megatron-Bridge, also where Transformer Engine is not installed.
+"""Imports Megatron-Bridge with or without Transformer Engine.
 
-Bridge 0.6.2 needs Transformer Engine at import only for the class bodies of one LoRA module. Where it is missing, a
-placeholder stands in `sys.modules` while that module's body runs, and is gone afterwards: left there, Megatron-core
-would take Transformer Engine to be installed.
+At import, Bridge 0.6.2 needs Transformer Engine only for the class bodies of one LoRA module. If it is missing, a
+placeholder is in `sys.modules` while that module's body runs. It is removed afterwards, or Megatron-core would assume
+that Transformer Engine is installed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nemo_offload_rl.errors import UserError
 logger = logging.getLogger(__name__)
 
 _NEEDS_ENGINE = "megatron.bridge.peft.lora_layers"
-# What that module imports itself: loaded before the placeholder exists, which they must not see.
+# Imports of that module, loaded first, since they must not see the placeholder.
 _LOADED_BEFORE = (
     "megatron.core.transformer.moe.moe_utils",
     "megatron.bridge.peft.adapter_wrapper",
@@ -33,7 +33,7 @@ _ENGINE = "transformer_engine"
 
 
 class _Placeholder(ModuleType):
-    """Answers to any name, for annotations and base classes that are never used."""
+    """Module with any attribute, for annotations and base classes that are never used."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -42,7 +42,7 @@ class _Placeholder(ModuleType):
 
 
 class _LoaderWithPlaceholder(Loader):
-    """Runs a module's body with placeholders for Transformer Engine in `sys.modules`."""
+    """Loader that runs a module's body with placeholders for Transformer Engine in `sys.modules`."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
@@ -53,7 +53,7 @@ class _LoaderWithPlaceholder(Loader):
     def exec_module(self, module: ModuleType) -> None:
         for name in _LOADED_BEFORE:
             importlib.import_module(name)
-        # `import a.b as c` looks `a.b` up by itself first.
+        # `import a.b as c` looks up `a.b` first.
         sys.modules |= {name: _Placeholder(name) for name in (_ENGINE, f"{_ENGINE}.pytorch")}
         try:
             self._loader.exec_module(module)
@@ -62,7 +62,7 @@ class _LoaderWithPlaceholder(Loader):
 
 
 class _Finder(MetaPathFinder):
-    """Finds the one module that needs the placeholder."""
+    """Finder of the one module that needs the placeholder."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -76,7 +76,7 @@ class _Finder(MetaPathFinder):
 
 
 def has_transformer_engine() -> bool:
-    """Whether Transformer Engine is installed; it is not imported to find out."""
+    """Return whether Transformer Engine is installed, without importing it."""
     return importlib.util.find_spec(_ENGINE) is not None
 
 
@@ -91,7 +91,7 @@ def _importable_without_engine() -> Iterator[None]:
 
 
 def import_auto_bridge() -> Any:
-    """Megatron-Bridge's `AutoBridge`; the two libraries then log warnings only.
+    """Import Megatron-Bridge's `AutoBridge`, and limit its and Megatron-core's logs to warnings.
 
     Raises:
         UserError: Megatron-core or Megatron-Bridge is not installed.
@@ -113,11 +113,11 @@ def import_auto_bridge() -> Any:
 
 
 def import_lora() -> Any:
-    """Megatron-Bridge's `LoRA`, after `import_auto_bridge`."""
+    """Import Megatron-Bridge's `LoRA`; call `import_auto_bridge` first."""
     from megatron.bridge.peft import utils
     from megatron.bridge.peft.lora import LoRA
 
     if not has_transformer_engine():
-        # It takes Megatron-core's module of that name for the engine, whose classes are None without it.
+        # Bridge mistakes Megatron-core's module of that name for the engine; without it the classes there are None.
         utils.HAVE_TE = False
     return LoRA

@@ -1,8 +1,8 @@
-"""Room on the GPU for the buffers of data parallelism while a model is made.
+"""GPU memory for the buffers of data parallelism while a model is built.
 
-Megatron's wrapper for data parallelism allocates flat buffers for all parameters and all gradients at once, and copies
-each parameter into them afterwards: for that time the GPU holds the parameters twice beside the gradients. Where there
-is no room for that, the parameters wait in main memory, and no more than the buffers is ever on the GPU.
+Megatron's wrapper for data parallelism allocates flat buffers for all parameters and gradients, then copies each
+parameter into them. Meanwhile the GPU holds the gradients and two copies of the parameters. If these do not fit, the
+parameters wait in main memory, and the GPU holds only the buffers.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ logger = logging.getLogger(__name__)
 
 
 def wrapped_for_16_bits(config: Any, module: Any, *, grads_in_fp32: bool) -> Float16Module:
-    """Megatron's wrapper of a model in 16 bits, its trained parameters in main memory where buffers need their room.
+    """Wrap a 16-bit model as Megatron does, and move trained parameters to main memory if the buffers do not fit.
 
     Args:
         config: Megatron's transformer config.
         module: The model, on the GPU with all of its weights.
-        grads_in_fp32: Gradients get buffers of float32.
+        grads_in_fp32: Gradient buffers are float32.
     """
     wrapped = Float16Module(config, module)
     trained = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
@@ -43,7 +43,7 @@ def wrapped_for_16_bits(config: Any, module: Any, *, grads_in_fp32: bool) -> Flo
 
 
 def buffer_bytes(parameters: Sequence[nn.Parameter], *, grads_in_fp32: bool) -> int:
-    """Bytes of the buffers for parameters and gradients, padding aside."""
+    """Return the bytes of the buffers for parameters and gradients, without padding."""
     return sum(
         parameter.nbytes + parameter.numel() * (4 if grads_in_fp32 else parameter.element_size())
         for parameter in parameters
@@ -52,10 +52,10 @@ def buffer_bytes(parameters: Sequence[nn.Parameter], *, grads_in_fp32: bool) -> 
 
 @torch.no_grad()
 def move_to_host(parameters: Sequence[nn.Parameter]) -> None:
-    """Have parameters in main memory; who wraps them copies them from there.
+    """Move parameters to main memory, from which the wrapper copies them.
 
-    They share storages that are large enough for the system's own mapping. Thousands of small ones would lie in the C
-    library's heap, which keeps what is freed in it: a mixture's 28 GiB were the process's for good.
+    They share storages that are large enough for separate memory mappings. Thousands of small ones would lie in the C
+    library's heap, which does not return freed memory: a process kept a mixture's 28 GiB until its end.
     """
     num_bytes = sum(parameter.nbytes for parameter in parameters)
     logger.info("parameters of %.2f GiB wait in main memory for their buffers on the GPU", num_bytes / 2**30)

@@ -1,8 +1,8 @@
-"""Device memory that Megatron-core and Transformer Engine keep between passes without owning it as state.
+"""Caches in device memory that Megatron-core and Transformer Engine keep between passes.
 
-It is small beside parameters, but it sits between their pages when they leave, and 8-bit copies of weights are half of
-the weights. Nothing here is lost: the next pass makes it again. Names are those of megatron-core 0.19.2 and Transformer
-Engine 2.20.
+They are smaller than the parameters, but fragment memory when parameters leave; 8-bit copies of weights take half the
+size of the weights. The next pass recreates all of them. Names are those of megatron-core 0.19.2 and Transformer Engine
+2.20.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _CONTEXT_PARALLEL_CACHES = (
 
 
 def clear_memory_caches(chunks: Sequence[nn.Module]) -> None:
-    """Free rotary embeddings, what token dispatchers hold of their last pass, and Transformer Engine's workspaces.
+    """Free rotary embeddings, token dispatchers' tensors of the last pass, and Transformer Engine's workspaces.
 
     Args:
-        chunks: The model's chunks. No pass may be open: a backward pass reads some of these.
+        chunks: The model's chunks. No pass may be open, since a backward pass reads some of these tensors.
     """
     clear_rotary_caches(chunks)
     clear_dispatchers(chunks)
@@ -56,21 +56,21 @@ def clear_memory_caches(chunks: Sequence[nn.Module]) -> None:
 
 
 def clear_rotary_caches(chunks: Sequence[nn.Module]) -> None:
-    """Rotary embeddings: up to 32 lengths are kept, and with sequence packing every micro-batch has its own."""
+    """Free rotary embeddings: up to 32 lengths are kept, and with packing each micro-batch has another length."""
     for module in _modules(chunks):
         if isinstance(module, RotaryEmbedding):
-            # One cache for all instances of the class, on the method itself.
+            # The method has one cache for all instances of the class.
             _cache_of(type(module).forward).cache_clear()
         elif isinstance(module, GPTModel):
             vars(module)["rotary_pos_emb_cache"].clear()
 
 
 def clear_dispatchers(chunks: Sequence[nn.Module]) -> None:
-    """Routing maps, probabilities and permutations of the last pass in every mixture-of-experts layer."""
+    """Free routing maps, probabilities and permutations of the last pass in every mixture-of-experts layer."""
     for module in _modules(chunks):
         if isinstance(module, MoELayer):
             dispatcher = module.token_dispatcher
-            # The flexible dispatcher leaves its tensors to a manager of its communication.
+            # The flexible dispatcher keeps its tensors in a communication manager.
             for owner in (dispatcher, vars(dispatcher).get("_comm_manager")):
                 _forget(owner, _DISPATCHER_TENSORS)
         elif isinstance(module, SharedExpertMLP):
@@ -78,7 +78,7 @@ def clear_dispatchers(chunks: Sequence[nn.Module]) -> None:
 
 
 def clear_workspaces() -> None:
-    """Transformer Engine's workspaces of matrix products (32 MiB each on Hopper), placeholders and index buffers."""
+    """Free Transformer Engine's workspaces of matrix products (32 MiB each on Hopper), placeholders, index buffers."""
     gemm = sys.modules.get("transformer_engine.pytorch.cpp_extensions.gemm")
     if gemm is not None:
         for name in _GEMM_CACHES:
@@ -97,7 +97,7 @@ def clear_workspaces() -> None:
 
 
 def clear_fp8_caches(chunks: Sequence[nn.Module]) -> None:
-    """The 8-bit copies of weights that Transformer Engine keeps from one micro-batch to the next."""
+    """Free the 8-bit copies of weights that Transformer Engine keeps between micro-batches."""
     base: Any = sys.modules.get("transformer_engine.pytorch.module.base")
     if base is None:
         return
