@@ -102,7 +102,7 @@ class StreamedStates:
 
     @contextmanager
     def streaming(self, streamed: Iterator[str]) -> Iterator[None]:
-        """Let a step of Megatron's optimizer update part by part; `streamed` names each part once it is on the device."""
+        """Let a step of Megatron's optimizer update part by part; `streamed` names each part when it has arrived."""
         with ExitStack() as stack:
             in_parts = [
                 stack.enter_context(_stood_in_for(mcore, parts, streamed, self._join))

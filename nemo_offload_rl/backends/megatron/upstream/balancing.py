@@ -48,8 +48,8 @@ def weigh_losses_by_real_tokens(chunks: Sequence[Any]) -> None:
     """Multiply each auxiliary loss by the number of its tokens, also where devices share rows.
 
     Each device that shares rows computes a loss of its part. Megatron-core 0.19.2 intends to multiply it by the part's
-    tokens and the number of parts. But its count (`get_tokens_per_expert_and_token_count`) covers all parts, since it is
-    summed over devices in place. A part's own count would also be wrong: padding at the end of rows makes parts differ.
+    tokens and the number of parts. But its count (`get_tokens_per_expert_and_token_count`) is summed over devices in
+    place, so it covers all parts. A part's own count would be wrong too: padding at the end of rows makes parts differ.
     """
     for chunk in chunks:
         for module in chunk.modules():

@@ -1,8 +1,8 @@
-"""The scales of 8-bit layers that a run with `fp8_recipe: delayed` goes on with.
+"""Scales of 8-bit layers, which a resumed run with `fp8_recipe: delayed` needs.
 
-Delayed scaling takes a tensor's scale from the largest values of the steps before; the other recipes take it from the
-tensor itself and keep nothing. Transformer Engine saves this as a pickle (`_extra_state`), which it reads back only if
-an environment variable allows it; here it is tensors. Names are those of Transformer Engine 2.20.
+Delayed scaling derives a tensor's scale from the largest values of earlier steps; other recipes derive it from the
+tensor and keep no state. Transformer Engine saves this state as a pickle (`_extra_state`), and reads that only if an
+environment variable allows it. Here it is saved as tensors. Names are those of Transformer Engine 2.20.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from nemo_offload_rl.keys.megatron import MegatronFp8Config
 
 
 def keeps_scales(cfg: MegatronFp8Config) -> bool:
-    """Whether training goes on differently without the scales of the steps before."""
+    """Return whether training depends on the scales of earlier steps."""
     return cfg.enabled and cfg.fp8_recipe == "delayed"
 
 
 def scales(chunks: Sequence[nn.Module]) -> dict[str, Any]:
-    """Scales and histories of largest values on the CPU, by layer; those that ran no pass have none yet."""
+    """Copy scales and histories of largest values to the CPU, by layer; a layer has none before its first pass."""
     found = {}
     for name, layer in _layers(chunks):
         by_direction = layer.get_fp8_meta_tensors()
@@ -33,12 +33,12 @@ def scales(chunks: Sequence[nn.Module]) -> dict[str, Any]:
 
 
 def set_scales(chunks: Sequence[nn.Module], saved: Mapping[str, Any], recipe: Any) -> None:
-    """Take over what `scales` gave.
+    """Restore the result of `scales`.
 
     Args:
         chunks: The model.
-        saved: By layer.
-        recipe: Transformer Engine's, which the next pass runs with.
+        saved: Scales and histories by layer.
+        recipe: Transformer Engine's recipe for the next pass.
     """
     for name, layer in _layers(chunks):
         if name in saved:

@@ -1,9 +1,10 @@
-"""The products of a layer's experts by one kernel, torch's `grouped_mm`, instead of a cuBLAS call for each expert.
+"""Products of a layer's experts by one kernel, torch's `grouped_mm`, instead of a cuBLAS call for each expert.
 
-Transformer Engine starts the products of `GroupedLinear` one by one, about 60 microseconds of host time each. With 64
-experts and a few thousand tokens in a micro-batch, the GPU waits for the host (docs/measurements/mechanisms.md).
+Transformer Engine starts the products of `GroupedLinear` one by one, which takes about 60 microseconds of host time
+each. With 64 experts and a few thousand tokens in a micro-batch, the GPU waits for the host
+(docs/measurements/mechanisms.md).
 
-Shape suffixes: R rows, one for each token and expert, I size of the input, O of the output, E experts of this rank.
+Shape suffixes: R rows (one for each token and expert), I input size, O output size, E experts of this rank.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from torch.nn.functional import grouped_mm
 
 
 def use_grouped_products(chunks: Sequence[nn.Module]) -> None:
-    """Let Transformer Engine's grouped layers compute in bfloat16 with `grouped_mm`, where they have no biases.
+    """Let Transformer Engine's grouped bfloat16 layers without biases compute with `grouped_mm`.
 
-    Their parameters, and with them checkpoints, gradients and refits, stay as they are. In a chunk that Megatron has
-    wrapped for data parallelism, backward passes add the gradients to its buffers themselves.
+    Parameters, checkpoints, gradients and refits do not change. In a chunk that Megatron has wrapped for data
+    parallelism, the backward pass adds gradients directly to the wrapper's buffers.
     """
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.extensions.transformer_engine import TEGroupedLinear
@@ -35,7 +36,7 @@ def use_grouped_products(chunks: Sequence[nn.Module]) -> None:
 
 
 def is_plain(layer: Any) -> bool:
-    """Whether a grouped layer has a matrix in bfloat16 for each expert, no biases, and sizes that the kernel takes."""
+    """Return whether a grouped layer has bfloat16 matrices, no biases, and sizes that the kernel supports."""
     weight = getattr(layer, "weight0", None)
     if weight is None or layer.use_bias or weight.dtype != torch.bfloat16:
         return False
@@ -43,33 +44,33 @@ def is_plain(layer: Any) -> bool:
 
 
 def grouped_forward(layer: Any, rows_RI: Tensor, num_rows: Sequence[int], ddp: Any = None) -> tuple[Tensor, None]:
-    """What `layer` makes of its experts' rows.
+    """Compute the output of `layer` for its experts' rows.
 
     Args:
-        layer: With `num_gemms` matrices `weight0` and so on.
-        rows_RI: Those of the first expert, then those of the second, and so on.
-        num_rows: Of each expert; may be 0.
-        ddp: Megatron's wrapper for data parallelism around the model, if the gradients of the matrices are to be added
-            to `main_grad` of each. They are autograd's without it, and for rows that need no gradient.
+        layer: Layer with `num_gemms` matrices `weight0`, `weight1` and so on.
+        rows_RI: Rows in the order of the experts.
+        num_rows: Rows of each expert; may be 0.
+        ddp: Megatron's wrapper for data parallelism around the model, to add the gradient of each matrix to its
+            `main_grad`. If it is None, or if rows need no gradient, autograd handles these gradients.
 
     Returns:
-        [R, O], and no bias.
+        The output [R, O], and None for the bias.
     """
     weights = [getattr(layer, f"weight{expert}") for expert in range(layer.num_gemms)]
     ends_E = torch.tensor(num_rows, dtype=torch.int32).cumsum(0, dtype=torch.int32)
     ends_E = ends_E.to(rows_RI.device, non_blocking=True)
     if not rows_RI.requires_grad:
-        ddp = None  # nothing but the matrices would lead a backward pass here
-    # With the buffers autograd does not see the matrices: it would run a node and Megatron's hook for each of them,
-    # even if the gradients were None.
+        ddp = None  # only the matrices then connect this node to the backward pass
+    # With `ddp` the matrices are hidden from autograd, which would run a node and Megatron's hook for each of them even
+    # if the gradients were None.
     made_RO: Any = _Products.apply(rows_RI, ends_E, weights, ddp, *(weights if ddp is None else ()))
     return made_RO, None
 
 
 class _Products(torch.autograd.Function):
-    """Rows times the transposed matrix of their expert.
+    """Product of rows and the transposed matrix of their expert.
 
-    The matrices are stacked for each product and not kept: a stack takes as much memory as the experts of a layer.
+    The matrices are stacked for each product. The stack is not kept: it takes as much memory as a layer's experts.
     """
 
     @staticmethod
@@ -77,12 +78,12 @@ class _Products(torch.autograd.Function):
         ctx: Any, rows_RI: Tensor, ends_E: Tensor, weights: list[Tensor], ddp: Any, *seen_by_autograd: Tensor
     ) -> Tensor:
         ctx.save_for_backward(rows_RI, ends_E)
-        ctx.weights, ctx.ddp = weights, ddp  # beside the saved tensors, which may be offloaded
+        ctx.weights, ctx.ddp = weights, ddp  # not among the saved tensors, which may be offloaded
         return grouped_mm(rows_RI, torch.stack(weights).transpose(1, 2), offs=ends_E)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of the rows, and of each matrix that autograd sees; 0 for an expert without rows."""
+        """Return gradients of the rows and of each matrix that autograd sees; 0 for an expert without rows."""
         rows_RI, ends_E = ctx.saved_tensors
         grad_RO = grads[0].contiguous()
         grad_rows: Tensor | None = None
@@ -99,9 +100,9 @@ class _Products(torch.autograd.Function):
 
 
 def _add_to_buffers(ddp: Any, weights: Sequence[Any], grads_OI: Sequence[Tensor]) -> None:
-    """Do what Megatron's hooks would for each parameter and its gradient.
+    """Add gradients to Megatron's buffers, in place of its hooks.
 
-    Buffers of the gradients' type take them by a few kernels, others by one for each.
+    Buffers of the gradients' type need a few kernels in all, others one for each gradient.
     """
     trained = [(weight, grad_OI) for weight, grad_OI in zip(weights, grads_OI, strict=True) if weight.requires_grad]
     sums = [weight.main_grad for weight, _ in trained]

@@ -1,7 +1,7 @@
-"""Small states of an optimizer side by side in few storages: each storage that moves takes host time of its own.
+"""Joins small optimizer states in a few storages, since moving a storage takes host time for each one.
 
-A mixture of experts has tens of thousands of state tensors, three for each weight of each expert. The optimizer makes
-each in a storage of its own, and updates them in place wherever they are.
+A mixture of experts has tens of thousands of state tensors, three for each weight of each expert. The optimizer
+allocates a storage for each, and updates them in place in any storage.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from torch import Tensor
 
 from nemo_offload_rl.residency import aligned
 
-SMALL_BYTES = 32 << 20  # larger tensors stay alone: copying them costs what joining them saves
-JOINED_BYTES = 256 << 20  # of a storage, which exists beside what it replaces for a moment
+SMALL_BYTES = 32 << 20  # larger tensors are not joined: the copy costs as much as joining saves
+JOINED_BYTES = 256 << 20  # most bytes of a joined storage, which exists together with the replaced ones for a moment
 
 type _Place = tuple[dict[str, Any], str]
-"""An optimizer's states of a parameter, and the name of one."""
+"""An optimizer's states of a parameter, and the name of one state."""
 
 
 @torch.no_grad()
 def join_states(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> bool:
-    """Put the small states of these parameters, which are on the device, into joined storages; values do not change.
+    """Move these parameters' small states, which are on the device, to joined storages; values do not change.
 
     Returns:
-        Whether any of the parameters has states.
+        True if any of the parameters has states.
     """
     small: dict[torch.dtype, list[_Place]] = defaultdict(list)
     has_states = False
     for parameter in parameters:
-        # Not `state[parameter]`: that would make an entry.
+        # `state[parameter]` would create an entry.
         for key, value in optimizer.state.get(parameter, {}).items():
             has_states = True
             if type(value) is Tensor and value.dim() > 0 and value.is_contiguous() and 0 < value.nbytes < SMALL_BYTES:
@@ -44,7 +44,7 @@ def join_states(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) 
 
 
 def joined_runs[T](items: Iterable[T], num_bytes_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """Consecutive items, `JOINED_BYTES` at most in each run, aligned as in a storage; a larger item is alone."""
+    """Divide items into runs of at most `JOINED_BYTES` with alignment; a larger item is a run of its own."""
     run: list[T] = []
     held_bytes = 0
     for item in items:

@@ -1,7 +1,7 @@
 """Layers of `transformer_impl: local`, in plain torch, without kernels of Transformer Engine or apex.
 
-Megatron-core has them for most families. Here is what it lacks: norms beside sequence parallelism, norms whose weights
-are kept minus one, and attention whose values have another size than its keys.
+Megatron-core has such layers for most families. This module adds norms for sequence parallelism, norms whose weights
+are stored minus one, and attention whose values differ in size from its keys.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ PROVIDER_FIELDS = {
     "apply_rope_fusion": False,
     "persist_layer_norm": False,
 }
-"""Of Megatron's configuration: no fused kernels."""
+"""Fields of Megatron's configuration that turn fused kernels off."""
 
 
 def local_norm(config: Any, hidden_size: int, eps: float = 1e-5) -> nn.Module:
-    """A norm of this configuration, for each of `hidden_size` numbers.
+    """Make the configuration's norm over `hidden_size` numbers.
 
-    With sequence parallelism a rank's gradient of it is that of its own tokens. Megatron-core sums such gradients over
-    the ranks that share a row where parameters are marked, as those of Transformer Engine are.
+    With sequence parallelism, a rank's gradient of the norm covers only its own tokens. Megatron-core sums it over the
+    ranks that share a row if the parameter is marked, as Transformer Engine's parameters are.
     """
     if config.layernorm_zero_centered_gamma:
         norm: nn.Module = ZeroCenteredNorm(config, hidden_size, eps)
     else:
         whole = copy(config)
-        whole.sequence_parallel = False  # megatron-core's refuse it, for want of the mark
+        whole.sequence_parallel = False  # megatron-core's norms refuse it, since they do not set the mark
         norm = cast(nn.Module, WrappedTorchNorm(whole, hidden_size, eps))
     for parameter in norm.parameters():
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -48,12 +48,12 @@ def local_norm(config: Any, hidden_size: int, eps: float = 1e-5) -> nn.Module:
 
 
 class ZeroCenteredNorm(nn.Module):
-    """A norm that multiplies by its weight plus one.
+    """Norm that multiplies by its weight plus one.
 
     Args:
-        config: Megatron's; its `normalization` is RMSNorm or LayerNorm.
-        hidden_size: Of the last dimension.
-        eps: Added to the mean square.
+        config: Megatron's config; its `normalization` is RMSNorm or LayerNorm.
+        hidden_size: Size of the last dimension.
+        eps: Number added to the mean square.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
@@ -64,7 +64,7 @@ class ZeroCenteredNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros_like(self.weight)) if is_centered else None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Normalized in float32, in the input's type."""
+        """Normalize in float32 and return the input's type."""
         value, scale = hidden.float(), self.weight.float() + 1
         if self.bias is None:
             return F.rms_norm(value, scale.shape, scale, self.eps).type_as(hidden)
@@ -72,22 +72,22 @@ class ZeroCenteredNorm(nn.Module):
 
 
 class LatentAttention(DotProductAttention):
-    """Attention of keys and values that latent attention made.
+    """Attention over the keys and values of latent attention.
 
     Args:
-        k_channels: Size of a head's keys, which it finds from the keys.
+        k_channels: Size of a head's keys; ignored, since the keys have it.
         v_channels: Size of a head's values.
-        options: Megatron-core's.
+        options: Options of Megatron-core's attention.
     """
 
     def __init__(self, *, k_channels: int | None = None, v_channels: int | None = None, **options: Any) -> None:
         super().__init__(**options)
-        if v_channels is not None:  # else Megatron-core is to make another in its place
+        if v_channels is not None:  # without it, Megatron-core replaces this module later
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
 
 def local_block(config: Any, vp_stage: int | None = None) -> Any:
-    """Layers with experts and without, as `config.moe_layer_freq` says."""
+    """Return the spec of the layers; `config.moe_layer_freq` says which have experts."""
     block: Any = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
     )
@@ -102,13 +102,13 @@ def local_block(config: Any, vp_stage: int | None = None) -> Any:
 
 
 def _with_local_norms(submodules: Any) -> Any:
-    """The same parts, with `local_norm` in the place of megatron-core's norms."""
+    """Return the submodules with `local_norm` in place of megatron-core's norms."""
     norms = [field.name for field in fields(submodules) if getattr(submodules, field.name) is WrappedTorchNorm]
     return replace(submodules, **dict.fromkeys(norms, local_norm))
 
 
 def let_experts_add_biases(chunks: list[nn.Module]) -> list[nn.Module]:
-    """Give experts products of their own, to which they add their bias in place; autograd refuses views."""
+    """Clone each expert's product: the expert adds its bias in place, which autograd refuses on a view."""
     for module in (module for chunk in chunks for module in chunk.modules()):
         if isinstance(module, SequentialMLP) and module.config.add_bias_linear:
             experts: Any = module.local_experts

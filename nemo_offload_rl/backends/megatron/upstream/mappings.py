@@ -1,7 +1,7 @@
-"""Parameters that Megatron-Bridge 0.6.2 has no names for, beside those that it has.
+"""Adds names of parameters that Megatron-Bridge 0.6.2 does not map.
 
-Its bridges name the experts of Transformer Engine's grouped layers; those of Megatron-core's local layers, one module
-each, only some of them. Qwen3-MoE's has no names for dense layers among those with experts.
+All bridges map the experts of Transformer Engine's grouped layers, but only some map those of Megatron-core's local
+layers, which have one module for each expert. Qwen3-MoE's bridge lacks dense layers between layers with experts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _GROUPED, _LOCAL = ".mlp.experts.linear_", ".mlp.experts.local_experts.*.linear_
 
 
 def complete_bridge(auto_bridge: Any) -> Any:
-    """Megatron-Bridge's `AutoBridge` whose conversions know the parameters above too."""
+    """Return a subclass of Megatron-Bridge's `AutoBridge` that also converts this module's parameters."""
 
     class CompleteBridge(auto_bridge):
         @property

@@ -1,10 +1,9 @@
-"""GPU memory that deterministic attention of packed rows needs on a Hopper GPU, as read in Transformer Engine 2.20.2.
+"""GPU memory of deterministic attention for packed rows on a Hopper GPU, as read in Transformer Engine 2.20.2.
 
-To repeat, cuDNN's backward pass of packed rows writes a whole matrix for each head, of the pack by the pack and not of
-each row by itself: `2 * B * heads * T * T` bytes, for B sequences of T tokens (cuDNN 9.25 has another way, which is
-newer than torch's). From 2**30 scores on, Transformer Engine does not call cuDNN. It keeps all scores in memory, or,
-where a sequence is split over devices, has no attention at all. Padded rows, other GPUs and passes without
-gradients are not affected.
+cuDNN's deterministic backward pass writes a matrix for each head over the whole pack, not one for each row. It takes
+`2 * B * heads * T * T` bytes for B sequences of T tokens. (cuDNN 9.25 avoids this, but is newer than torch's.) From
+2**30 scores on, Transformer Engine does not call cuDNN: it keeps all scores in memory, or has no attention at all if a
+sequence is split over devices. Padded rows, other GPUs and passes without gradients are not affected.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ logger = logging.getLogger(__name__)
 
 HOPPER = (9, 0)
 _GIB = 2**30
-_MOST_SCORES = 2**30  # heads times rows times the square of the longest: as many and more are not left to cuDNN
+_MOST_SCORES = 2**30  # heads * rows * longest row squared; cuDNN is used only below this number
 _WARNED_OF_BYTES = _GIB
 
 
 @dataclass(frozen=True)
 class AttentionNeed:
-    """What one layer takes for a pack that rows of the longest length fill.
+    """Memory that one layer needs for a pack full of rows of the longest length.
 
     Attributes:
-        uses_cudnn: In cuDNN's backward pass, else for the scores of Transformer Engine's unfused attention.
-        num_bytes: Of the former for the time of its backward pass; of the scores once, of which several copies are
-            held. None where there is no attention to compute them.
+        uses_cudnn: cuDNN is used; otherwise Transformer Engine's unfused attention keeps scores.
+        num_bytes: With cuDNN, bytes during the backward pass. Otherwise bytes of one copy of the scores, while several
+            copies are held. None if no attention is available.
     """
 
     uses_cudnn: bool
@@ -43,37 +42,37 @@ class AttentionNeed:
 
 
 def attention_need(num_heads: int, pack_tokens: int, longest: int, context_parallel_size: int) -> AttentionNeed:
-    """For 16-bit attention that repeats, on a Hopper GPU without FlashAttention.
+    """Estimate the memory of deterministic 16-bit attention on a Hopper GPU without FlashAttention.
 
     Args:
         num_heads: Attention heads of a tensor-parallel rank.
-        pack_tokens: Of a training micro-batch, at most.
+        pack_tokens: Most tokens of a training micro-batch.
         longest: Tokens of the longest row.
-        context_parallel_size: Devices that each row is split over.
+        context_parallel_size: Number of devices that share each row.
     """
     longest = min(longest, pack_tokens)
     num_rows = pack_tokens // longest
-    num_scores = num_heads * num_rows * _power_of_two(longest) ** 2  # rows are bounded by a power of two in `layout`
+    num_scores = num_heads * num_rows * _power_of_two(longest) ** 2  # `layout` rounds the bound up to a power of two
     if num_scores < _MOST_SCORES:
-        # The sizes for which Transformer Engine makes cuDNN's kernels; beyond 512 rows and 32k tokens it has steps.
+        # Transformer Engine makes cuDNN's kernels for these sizes; above 512 rows and 32k tokens it rounds in steps.
         num_tokens = max(1024, _power_of_two(-(-pack_tokens // context_parallel_size)))
         return AttentionNeed(True, 2 * max(32, _power_of_two(num_rows)) * num_heads * num_tokens**2)
     return AttentionNeed(False, None if context_parallel_size > 1 else 2 * num_scores)
 
 
 def _power_of_two(number: int) -> int:
-    """The least that is not smaller."""
+    """Return the smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 
 def is_affected(settings: PolicySettings, capability: tuple[int, int]) -> bool:
-    """Whether a training run packs rows, has to repeat, and computes in 16 bits on a GPU of that kind."""
+    """Return whether a run trains packed rows deterministically in 16 bits on a Hopper GPU."""
     packs = settings.sequence_packing.enabled and settings.precision != "float32"
     return packs and settings.deterministic and capability == HOPPER
 
 
 def check_packed_attention(num_heads: int, settings: PolicySettings, cfg: MegatronConfig) -> None:
-    """Refuse packs for which there is no attention on this process's GPU; warn of what others take.
+    """Refuse packed rows for which this process's GPU has no attention; warn if they need much memory.
 
     Args:
         num_heads: The model's attention heads.
@@ -81,7 +80,7 @@ def check_packed_attention(num_heads: int, settings: PolicySettings, cfg: Megatr
         cfg: `settings.backend`.
 
     Raises:
-        ConfigError: There is no attention for them.
+        ConfigError: No attention supports them.
     """
     if not torch.cuda.is_available():
         return
@@ -104,7 +103,7 @@ def check_packed_attention(num_heads: int, settings: PolicySettings, cfg: Megatr
 
 
 def refusal(need: AttentionNeed, settings: PolicySettings) -> str | None:
-    """Why nothing can train on such packs and what to change, in one line; None if something may."""
+    """Return one line that says why such packs cannot be trained and what to change; None if they can."""
     if need.num_bytes is not None:
         return None
     reason = "Transformer Engine has no attention that splits them over devices and repeats"
@@ -112,7 +111,7 @@ def refusal(need: AttentionNeed, settings: PolicySettings) -> str | None:
 
 
 def warning(need: AttentionNeed, settings: PolicySettings) -> str | None:
-    """What training on such packs takes of the GPU, in one line; None if that is little."""
+    """Return one line about the GPU memory that training on such packs needs; None if that is little."""
     if need.num_bytes is None or need.num_bytes < _WARNED_OF_BYTES:
         return None
     what = f"takes about {need.num_bytes / _GIB:.1f} GiB in each layer's backward pass to repeat"

@@ -1,4 +1,4 @@
-"""What Megatron-Bridge 0.6.2 leaves out of some families, or has otherwise, set right before a model is built."""
+"""Corrections to Megatron-Bridge 0.6.2's settings of some families, applied before a model is built."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def complete_provider(provider: Any, hf_config: Any) -> None:
     """Set fields of the bridge's provider.
 
     Args:
-        provider: With the fields of the run's settings.
+        provider: The provider, with the run's settings already applied.
         hf_config: The model's config.
     """
     completions = {
@@ -30,7 +30,7 @@ def complete_provider(provider: Any, hf_config: Any) -> None:
 
 
 def _set_dense_layers(provider: Any, hf_config: Any) -> None:
-    """Those that Qwen3-MoE may have among its layers with experts, which the bridge leaves out."""
+    """Set the dense layers of Qwen3-MoE between its layers with experts, which the bridge ignores."""
     step, dense = hf_config.decoder_sparse_step, hf_config.mlp_only_layers or ()
     has_experts = [layer not in dense and (layer + 1) % step == 0 for layer in range(hf_config.num_hidden_layers)]
     if not all(has_experts):
@@ -40,7 +40,7 @@ def _set_dense_layers(provider: Any, hf_config: Any) -> None:
 
 
 def _set_whole_norms(provider: Any, hf_config: Any) -> None:
-    """Norms over all heads of queries and of keys: the bridge's for OLMoE has as many keys as queries."""
+    """Set norms over all heads of queries and of keys: the bridge's norm for OLMoE assumes as many keys as queries."""
     from megatron.bridge.models.minimax_m2.minimax_m2_provider import FullDimKNorm, FullDimQNorm
 
     make_layers = provider.transformer_layer_spec
@@ -58,19 +58,19 @@ def _set_whole_norms(provider: Any, hf_config: Any) -> None:
 
 
 def _set_biases_and_rotation(provider: Any, hf_config: Any) -> None:
-    """The biases of EXAONE's experts; and without windows all of its layers rotate queries and keys."""
+    """Enable the biases of EXAONE's experts and, in models without windows, rotation in all layers."""
     provider.moe_router_enable_expert_bias = True
     if hf_config.sliding_window is None:
         provider.no_rope_freq = None
 
 
 def _set_shared_experts(provider: Any, hf_config: Any) -> None:
-    """The size of all of a layer's together: the bridge for GLM-4.5 has that of one."""
+    """Set the size of all shared experts of a layer together: the bridge for GLM-4.5 has the size of one."""
     provider.moe_shared_expert_intermediate_size = hf_config.n_shared_experts * hf_config.moe_intermediate_size
 
 
 def _set_latent_attention(provider: Any, hf_config: Any) -> None:
-    """Rotary embeddings that take frequencies, for which there is no fused kernel; the factor of attention scores."""
+    """Set rotary embeddings that accept frequencies and have no fused kernel, and the factor of attention scores."""
     rope = hf_config.rope_parameters
     provider.rope_type = "rope"
     provider.apply_rope_fusion = False

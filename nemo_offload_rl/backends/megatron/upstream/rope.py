@@ -1,8 +1,7 @@
-"""Rotary embeddings as Hugging Face computes them, in Megatron's modules.
+"""Sets Hugging Face's rotary embeddings in Megatron's modules.
 
-Megatron-Bridge 0.6.2 takes over a part of what a config can say of them and drops the rest without a word: `linear` of
-Qwen, the original length of `llama3`, YaRN's attention factor. Here frequencies and factor come from transformers' own
-functions, and Megatron-core only multiplies by positions.
+Megatron-Bridge 0.6.2 silently drops some settings: Qwen's `linear`, the original length of `llama3`, YaRN's attention
+factor. Here transformers' own functions compute frequencies and factor, and Megatron-core only multiplies by positions.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from nemo_offload_rl.models.rope import rope_type
 
 @dataclass(frozen=True)
 class Rotation:
-    """How queries and keys are rotated.
+    """Rotation of queries and keys.
 
     Attributes:
         inverse_frequencies: [part * head_dim / 2] float32 on the CPU, in radians per position.
-        attention_factor: What cosine and sine are multiplied by.
-        part: Share of each head that is rotated.
+        attention_factor: Factor of cosine and sine.
+        part: Rotated share of each head.
     """
 
     inverse_frequencies: Tensor
@@ -38,13 +37,13 @@ class Rotation:
 
 
 def rotation_of(config: Any) -> Rotation:
-    """What transformers computes for a model's config.
+    """Compute the rotation of a model's config as transformers does.
 
     Args:
-        config: A Hugging Face config that `supported.unsupported_rope` let through.
+        config: A Hugging Face config that `supported.unsupported_rope` accepts.
 
     Raises:
-        ConfigError: There is no base, which an override of `rope_parameters` can lose.
+        ConfigError: The base is missing; an override of `rope_parameters` can drop it.
     """
     config.standardize_rope_params()
     rope = config.rope_parameters
@@ -59,16 +58,16 @@ def rotation_of(config: Any) -> Rotation:
 
 
 def without_scaling(config: Any) -> Any:
-    """A copy of a config with plain rotary embeddings, for Megatron-Bridge, which fails on some of the others."""
+    """Copy a config with plain rotary embeddings, since Megatron-Bridge fails on some other types."""
     plain = deepcopy(config)
     plain.rope_parameters = {"rope_type": "default", "rope_theta": config.rope_parameters["rope_theta"]}
     return plain
 
 
 def provider_fields(rotation: Rotation) -> dict[str, Any]:
-    """Fields of the bridge's provider for plain embeddings, which `set_rotation` then gives their frequencies.
+    """Return the provider's fields for plain embeddings; `set_rotation` then sets their frequencies.
 
-    Attention multiplies by 0.1 * yarn_mscale * log(yarn_rotary_scaling_factor) + 1, whatever the embeddings' type.
+    Attention multiplies by 0.1 * yarn_mscale * log(yarn_rotary_scaling_factor) + 1 with any type of embeddings.
     """
     return {
         "position_embedding_type": "rope",
@@ -82,10 +81,10 @@ def provider_fields(rotation: Rotation) -> dict[str, Any]:
 
 
 def check_fusion(config: Any, rotation: Rotation, *, is_fused: bool) -> None:
-    """Refuse the fused kernel where cosine and sine have a factor, which it leaves out.
+    """Refuse the fused kernel if the rotation has an attention factor, which the kernel ignores.
 
     Raises:
-        ConfigError: Naming the key.
+        ConfigError: The kernel is fused and the factor is not 1.
     """
     if is_fused and rotation.attention_factor != 1.0:
         raise ConfigError(
@@ -95,7 +94,7 @@ def check_fusion(config: Any, rotation: Rotation, *, is_fused: bool) -> None:
 
 
 def set_rotation(chunks: Sequence[Any], rotation: Rotation) -> None:
-    """Give every stage's embeddings their frequencies.
+    """Set the frequencies of every stage's embeddings.
 
     Megatron-core keeps them as a plain attribute and moves them to the device in the first pass.
     """
