@@ -5,7 +5,7 @@ which tensors to move, and never updates that record. This fails in a policy wor
 
 1. The first pass often computes logprobs and keeps no activations. Training then moves only a small part of its
    activations, without an error. `forward_only` hides such passes from the warm-up.
-2. A pass with more micro-batches than the warm-up does not offload the additional ones. The number varies where
+2. If a pass has more micro-batches than the warm-up, the additional ones are not offloaded. The number varies if
    micro-batches are formed by tokens; `training_pass` warms up again when it grows.
 3. Megatron-core keeps a host buffer for each exact shape. `HostBufferPool` replaces these buffers.
 

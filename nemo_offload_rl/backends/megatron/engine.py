@@ -26,7 +26,7 @@ def check_engine(settings: PolicySettings) -> None:
     cluster's driver may have none.
 
     Raises:
-        UserError: Transformer Engine is missing or broken; the message says what to install.
+        UserError: Transformer Engine is missing or cannot be imported; the message says what to install.
     """
     if not _is_asked_for(settings):
         return

@@ -31,7 +31,7 @@ def bind_to_numa_node_of(device: torch.device) -> None:
 
 
 def bind_to_numa_node(node: int, nodes: Path = NODES) -> set[int] | None:
-    """Restrict every thread of this process to those of its allowed CPUs that are on a node.
+    """Restrict all threads of this process to its allowed CPUs on one NUMA node.
 
     Returns:
         These CPUs; None if there are none and nothing was changed.

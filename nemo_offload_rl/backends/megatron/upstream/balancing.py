@@ -45,7 +45,7 @@ def router_loss_scale(config: Any, num_tokens: int, device: torch.device) -> Ten
 
 
 def weigh_losses_by_real_tokens(chunks: Sequence[Any]) -> None:
-    """Multiply each auxiliary loss by the number of its tokens, also where devices share rows.
+    """Multiply each auxiliary loss by the number of its tokens, even if devices share rows.
 
     Each device that shares rows computes a loss of its part. Megatron-core 0.19.2 intends to multiply it by the part's
     tokens and the number of parts. But its count (`get_tokens_per_expert_and_token_count`) is summed over devices in

@@ -1,4 +1,4 @@
-"""Joins small optimizer states in a few storages, since moving a storage takes host time for each one.
+"""Joins small optimizer states in a few storages, since each storage that moves takes host time.
 
 A mixture of experts has tens of thousands of state tensors, three for each weight of each expert. The optimizer
 allocates a storage for each, and updates them in place in any storage.
