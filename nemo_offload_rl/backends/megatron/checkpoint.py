@@ -261,7 +261,7 @@ def _place(tensor: Tensor) -> str:
 
 
 def _ranges(mcore: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Yield each tensor that the inner optimizer updates, its model parameter, and its start offset in that."""
+    """Yield each tensor that the inner optimizer updates, its parameter in the model, and its offset there."""
     if isinstance(mcore, DistributedOptimizer):
         groups = zip(mcore.model_fp32_groups, mcore.model_float16_groups, mcore.optimizer.param_groups, strict=True)
         for in_fp32, in_half, group in groups:

@@ -1,8 +1,7 @@
 """Products of a layer's experts by one kernel, torch's `grouped_mm`, instead of a cuBLAS call for each expert.
 
-Transformer Engine starts the products of `GroupedLinear` one by one, which takes about 60 microseconds of host time
-each. With 64 experts and a few thousand tokens in a micro-batch, the GPU waits for the host
-(docs/measurements/mechanisms.md).
+Transformer Engine starts the products of `GroupedLinear` one by one, at about 60 microseconds of host time each. With
+64 experts and a few thousand tokens in a micro-batch, the GPU waits for the host (docs/measurements/mechanisms.md).
 
 Shape suffixes: R rows (one for each token and expert), I input size, O output size, E experts of this rank.
 """
