@@ -1,4 +1,4 @@
-"""Agreement of engine and policy on the same tokens: of each response, and the error of a run whose two disagree.
+"""Checks that engine and policy agree on the same tokens, for each response and for each step.
 
 Shape suffixes: B samples, S positions.
 """
@@ -14,21 +14,21 @@ from torch import Tensor
 from nemo_offload_rl.algorithms.losses import bounded, is_inside, sequence_mean, zero_where_masked
 from nemo_offload_rl.data.batch import SampledBatch
 
-# Rounding in bfloat16 moves below 1 % of tokens across the edge of a nucleus, old weights some percent.
+# Rounding in bfloat16 moves less than 1 % of tokens across the edge of a nucleus; old weights move a few percent.
 MAX_OUTSIDE_RATE = 0.5
 
 
 def without_disagreement(
     batch: SampledBatch, prev_logprobs_BS: Tensor, limit: float | None
 ) -> tuple[SampledBatch, Mapping[str, float]]:
-    """Leave responses out of the loss about which engine and policy disagree; the batch, and the step's metrics.
+    """Mask responses on which engine and policy disagree; return the batch and the step's metrics.
 
-    The error of a response is the mean over its counted tokens of exp |log p_engine - log p_policy|. Tokens outside the
-    policy's nucleus are left out of it.
+    The error of a response is the mean of exp |log p_engine - log p_policy| over its counted tokens in the policy's
+    nucleus.
 
     Args:
-        batch: Of the step.
-        prev_logprobs_BS: [B, S] of the policy before the step's updates; -inf outside its nucleus.
+        batch: The step's batch.
+        prev_logprobs_BS: [B, S] logprobs of the policy before the step's updates; -inf outside its nucleus.
         limit: The key `grpo.seq_logprob_error_threshold`; None leaves out nothing.
     """
     mask_BS = batch.loss_mask * is_inside(prev_logprobs_BS)
@@ -50,19 +50,19 @@ def without_disagreement(
 def disagreement(
     step: int, error: float, outside_rate: float, limit: float | None, section: str = "grpo"
 ) -> str | None:
-    """One line on a step whose engine and policy disagree; None where they agree.
+    """Return an error line if engine and policy disagree in a step, else None.
 
-    They disagree if the error of tokens in the policy's nucleus is above the limit, or if most tokens are outside it:
-    two unrelated models have few tokens in common to compare.
+    They disagree if the error of tokens in the policy's nucleus is above the limit, or if most tokens are outside the
+    nucleus: two unrelated models have few tokens in common to compare.
 
     NaN is not reported here: an update with it is skipped and counted.
 
     Args:
         step: Number of the step.
-        error: `token_mult_prob_error`: mean over the step's tokens of exp |log p_engine - log p_policy|, where tokens
+        error: `token_mult_prob_error`: mean of exp |log p_engine - log p_policy| over the step's tokens; tokens
             outside the nucleus count as 1.
-        outside_rate: `outside_nucleus_rate`: share of those tokens, 0..1.
-        limit: The key `max_token_mult_prob_error` of the section; None for none.
+        outside_rate: `outside_nucleus_rate`: share of tokens outside the nucleus, 0..1.
+        limit: The key `max_token_mult_prob_error` of the section; None for no limit.
         section: The algorithm's section of the configuration.
     """
     if limit is None:

@@ -1,11 +1,11 @@
-"""Rollouts of async GRPO: from engines of their own, while the policy is trained, from weights of a few steps before.
+"""Rollouts of async GRPO: separate engines draw them during training, with weights that are a few steps old.
 
-To take the rollouts of a step means
-1. refit: the policy's weights go to the engines; before it the rollouts under way end, or they are held in the middle
-   and go on with the new weights (`grpo.async_grpo.in_flight_weight_updates`);
-2. the rollouts that are due with these weights begin (`rollout_collector.py`);
-3. those of the step are waited for.
-Validation takes the refit upon itself, and nothing begins meanwhile.
+Taking the rollouts of a step means:
+1. Refit: the policy's weights go to the engines. Rollouts under way end first, or are paused and go on with the new
+   weights (`grpo.async_grpo.in_flight_weight_updates`).
+2. Begin the rollouts that are due with these weights (`rollout_collector.py`).
+3. Wait for the step's rollouts.
+Validation does the refit itself and begins no rollouts for training.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class _Drawn:
 
 
 class RolloutsAhead:
-    """Draws rollouts in threads of its own, and gives those of each step in turn.
+    """Draws rollouts in its own threads, and hands them out step by step.
 
     Args:
         settings: The keys `grpo.*`; `async_grpo` is on.
-        parts: Of the run, with a `LookaheadLoader`; the engines have devices of their own.
-        loop: Draws, and has the engines.
+        parts: The run's parts, with a `LookaheadLoader`; the engines have their own devices.
+        loop: Draws rollouts, and holds the engines.
     """
 
     def __init__(self, settings: GrpoSectionConfig, parts: RolloutParts, loop: RolloutLoop) -> None:
@@ -63,7 +63,7 @@ class RolloutsAhead:
 
     @contextmanager
     def collecting(self, first_step: int, last_step: int) -> Generator[None]:
-        """The steps of a run. What was collected and not trained on is generated again by a run that goes on."""
+        """Collect rollouts for a run's steps. A resumed run generates untrained rollouts again."""
         self._collector = RolloutCollector(
             self._draw_in_thread,
             self._loader,
@@ -77,7 +77,7 @@ class RolloutsAhead:
             self._collector.close()
 
     def take(self, step: int) -> SampledGroups:
-        """The rollouts of a step, once they are there."""
+        """Wait for the rollouts of a step and return them."""
         engine = self._loop.engine
         while True:
             engine.bring_weights()
@@ -86,20 +86,20 @@ class RolloutsAhead:
                 with self._loop.timer.phase("exposed_generation"):
                     taken = self._running.take(step)
             except LostRollouts as lost:
-                if lost.engine == engine.num_restarts:  # else it has been started again already
+                if lost.engine == engine.num_restarts:  # else it was restarted already
                     engine.restart(lost.error)
                 continue
             rollouts = taken.drawn.rollouts
             return SampledGroups(trained=rollouts, sampled=rollouts, age=taken.age, seconds=taken.drawn.seconds)
 
     def metrics(self, groups: SampledGroups) -> dict[str, float]:
-        """How old a step's rollouts are, and how many prompts' wait to be trained on."""
+        """Return the age of a step's rollouts, and the number of prompts whose rollouts wait to be trained on."""
         waiting = self._running.num_waiting * self._num_prompts
         return {"avg_trajectory_age": float(groups.age), "buffer_size": float(waiting)}
 
     def _draw_in_thread(self, step: int, prompts: Sequence[Prompt], number: int) -> _Drawn:
         timer = PhaseTimer()
-        # The number as the rollouts were begun: the engine may be another one before this thread runs.
+        # `number` is from when the rollouts began: the engine may be restarted before this thread runs.
         engine = AwakeEngine(self._parts.engine, timer, lambda: self._loop.engine.num_restarts == number)
         rollouts = self._loop.draw(step, 0, prompts, sampler=self._loop.sampler.beside(engine, timer))
         return _Drawn(rollouts, {phase: taken_s for phase, taken_s in timer.seconds().items() if phase != TOTAL})
@@ -111,14 +111,14 @@ class RolloutsAhead:
 
     @contextmanager
     def _drained(self) -> Generator[None]:
-        """Begin the refit once no rollout is under way."""
+        """Wait until no rollout is under way, then let the refit begin."""
         with self._loop.timer.phase("exposed_generation"):
             self._running.wait_until_idle()
         yield
 
     @contextmanager
     def _held(self) -> Generator[None]:
-        """Hold rollouts in the middle; they go on with the new weights."""
+        """Pause rollouts during the refit; they go on with the new weights."""
         engine = self._parts.pausing
         assert engine is not None, "a rule asks for the asynchronous engine"
         engine.pause_generation(self._cfg.recompute_kv_cache_after_weight_updates)

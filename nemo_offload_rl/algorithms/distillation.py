@@ -1,12 +1,12 @@
 """On-policy distillation (GKD, arXiv 2306.13649), with a teacher in the policy's workers.
 
-The student answers the prompts. Then the teacher, on the device, gives its distribution before each token that the
-student sampled: its top-k, or its last hidden states, from which training computes the rest. Then the student is
-trained towards it: one optimizer step for each global batch. Rewards are measured but not trained on.
+The student answers the prompts. The teacher, on the device, then gives its distribution at each sampled token: its
+top-k, or its last hidden states, from which training computes the distribution. Then the student is trained towards
+it, with one optimizer step for each global batch. Rewards are measured but not trained on.
 
 The loss is the mean divergence between student and teacher over the sampled tokens (GKD; MiniLLM's reverse KL, arXiv
-2306.08543). Keys and values are those of NeMo-RL's `DistillationLossFn`; `backends/scoring/divergence.py` has the
-formulas. Shape suffixes: B samples, S positions.
+2306.08543). Keys and values match NeMo-RL's `DistillationLossFn`; `backends/scoring/divergence.py` has the formulas.
+Shape suffixes: B samples, S positions.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from nemo_offload_rl.protocols.loss import Divergence, DivergenceLoss, Divergenc
 
 
 class DistillationTrainer:
-    """Runs the steps; arguments are those of `GrpoTrainer`. The policy's workers have student and teacher."""
+    """Runs the steps, with the arguments of `GrpoTrainer`. The policy's workers hold both student and teacher."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class DistillationTrainer:
                 self.step(step, last_step)
 
     def step(self, step: int, last_step: int) -> None:
-        """Make one step: rollouts, the teacher's distributions, training, validation, saving."""
+        """Run one step: rollouts, the teacher's distributions, training, validation, saving."""
         loop, parts, policy, timer = self._loop, self._parts, self._parts.policy, self._loop.timer
 
         groups = SampledGroups.all_of(loop.draw(step, 0, next(iter(parts.loader)), loop.engine.start_handover))
@@ -89,7 +89,7 @@ class DistillationTrainer:
                 policy.prepare_for_training()
             with loop.end.updating():
                 result = policy.train(training_batch, self._loss, loop.rows_of_updates(rollouts))
-        del training_batch  # it may have the teacher's hidden states of every token
+        del training_batch  # it may hold the teacher's hidden states of every token
         about_step = step_metrics(groups, result, timer.seconds(), parts.speed, {"teacher": "teacher"})
         loop.trained(step, about_step)
 
@@ -99,7 +99,7 @@ class DistillationTrainer:
 
 
 def with_teacher(batch: SampledBatch, known: tuple[Tensor, ...]) -> SampledBatch:
-    """The batch that the loss takes, with the tensors that `Policy.read_teacher` returned."""
+    """Add the tensors that `Policy.read_teacher` returned to the batch."""
     if len(known) == 2:
         return batch.as_kind(TopKBatch, teacher_logprobs=known[0], teacher_ids=known[1])
     return batch.as_kind(HiddenStatesBatch, teacher_hidden=known[0])
@@ -124,7 +124,7 @@ class DistillationLoss(DivergenceLoss):
         return loss, {"loss": loss.detach()}
 
     def measure(self, scores_BS: DivergenceScores, batch: TrainBatch, norm: LossNorm) -> Mapping[str, Tensor]:
-        """The known share of the teacher; agreement of engine and student on tokens in the student's nucleus."""
+        """Return the teacher's mass in its top-k, and how well engine and student agree in the student's nucleus."""
         assert isinstance(batch, SampledBatch), type(batch)
         mask_BS = batch.loss_mask
         is_inside_BS = is_inside(scores_BS.logprobs)

@@ -1,8 +1,7 @@
 """DPO: the policy learns which of two responses is the better one. The loop is `algorithms/supervised.py`.
 
-The loss compares with a frozen reference, the policy's initial weights. Their logprobs come from a copy on the host
-that is swapped into the policy's own memory in each step, or were computed once from the policy before it was trained
-and saved beside the checkpoints.
+The loss compares with a frozen reference, the policy's initial weights. Its logprobs come from a host copy that is
+swapped into the policy's memory in each step, or are computed once before training and saved with the checkpoints.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ class DpoRecipe:
     Args:
         settings: The keys `dpo.*`.
         pairs: Tokenized data.
-        decode: Token ids to text.
-        pad_id: Fills rows up.
+        decode: Turns token ids into text.
+        pad_id: Token id of padding.
         width_multiple: Rows are padded to a multiple of this many tokens.
-        saved: Where reference logprobs that were computed once stay; None computes them at each start.
-        loss: In the place of DPO's.
+        saved: File of precomputed reference logprobs; None computes them at each start.
+        loss: Replaces DPO's loss.
     """
 
     rows_per_item = 2
@@ -62,7 +61,7 @@ class DpoRecipe:
         self._pad_id = pad_id
         self._width_multiple = width_multiple
         self._saved = saved
-        self._known_sums: dict[str, Tensor] = {}  # of "train" and "validation": [2 * pairs]
+        self._known_sums: dict[str, Tensor] = {}  # by "train" and "validation": [2 * pairs]
 
     @property
     def num_train_items(self) -> int:
@@ -80,7 +79,7 @@ class DpoRecipe:
         return self._pairs.validation[item].data_set
 
     def begin(self, policy: Policy) -> None:
-        """Without a copy of the reference: ask the policy, which is the reference as long as it is not trained."""
+        """Precompute reference logprobs if there is no reference copy: the untrained policy is the reference."""
         if self.needs_reference:
             return
         known = None if self._saved is None else self._saved.read()

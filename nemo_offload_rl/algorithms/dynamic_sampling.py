@@ -18,11 +18,11 @@ class SampledGroups:
     """The groups of one step.
 
     Attributes:
-        trained: Those that the policy is trained on.
-        sampled: All that were sampled, the trained ones among them: what metrics of rollouts are about.
-        num_batches: Generation batches that they came in.
-        age: Steps that the policy was trained since the weights that they began with.
-        seconds: That drawing them took while the policy was trained, by phase; empty where it waited for them.
+        trained: Groups that the policy is trained on.
+        sampled: All sampled groups, trained ones included; metrics of rollouts use them.
+        num_batches: Number of generation batches drawn.
+        age: Number of steps between the weights that the rollouts began with and those being trained.
+        seconds: Seconds of drawing during training, by phase; empty if the step waited for the rollouts.
     """
 
     trained: RolloutBatch
@@ -33,20 +33,20 @@ class SampledGroups:
 
     @staticmethod
     def all_of(batch: RolloutBatch) -> SampledGroups:
-        """A step that trains on everything it samples."""
+        """Return groups that are all trained on."""
         return SampledGroups(trained=batch, sampled=batch)
 
 
 def sample_until_full(batches: Iterator[RolloutBatch], *, num_prompts: int, max_batches: int) -> SampledGroups | None:
-    """Draw batches until `num_prompts` groups with differing rewards are there; further ones are not trained on.
+    """Draw batches until there are `num_prompts` groups with differing rewards; surplus groups are not trained on.
 
     Args:
-        batches: Each generates and scores fresh prompts; ends with the data.
+        batches: Each item generates and scores fresh prompts; ends with the data.
         num_prompts: Groups that the step needs.
-        max_batches: Batches to try.
+        max_batches: Most batches to draw.
 
     Returns:
-        None where the data ended before the step was full.
+        The groups; None if the data ended before the step was full.
 
     Raises:
         DataError: `max_batches` batches did not give enough groups.
@@ -74,7 +74,7 @@ def sample_until_full(batches: Iterator[RolloutBatch], *, num_prompts: int, max_
 
 
 def drop_constant_groups(batch: RolloutBatch) -> RolloutBatch:
-    """The groups whose rewards are not all equal, and whose prompt was not too long, in their order."""
+    """Keep, in order, the groups whose rewards differ and whose prompt is not too long."""
     is_trained_P = (batch.loss_multipliers() != 0).reshape(batch.num_prompts, batch.group_size).all(dim=1)
     useful_P = is_trained_P & ~batch.constant_groups()
     return batch.select_groups([index for index in range(batch.num_prompts) if useful_P[index]])

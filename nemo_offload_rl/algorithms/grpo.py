@@ -1,9 +1,10 @@
 """GRPO (arXiv 2402.03300) with colocated generation: `GrpoTrainer.step` is a step from top to bottom.
 
-1. Refit: where the policy was trained since the last one, its weights go to the engine. Generation and reward:
-   responses to each prompt, which the environments score, or answer, so that another turn follows; while the last is
-   scored the engine goes to sleep and the policy comes back. In async GRPO the rollouts are there, or on their way.
-2. Logprobs of the policy before the update, and of the frozen reference, where the loss reads them.
+1. Refit, if the policy was trained since the last one: its weights go to the engine.
+   Generation and reward: the engine responds to each prompt; the environments score the response, or answer it, which
+   begins another turn. While the last turn is scored, the engine goes to sleep and the policy returns to the device.
+   In async GRPO the rollouts are already drawn or under way.
+2. Logprobs of the policy before the update, and of the frozen reference, if the loss needs them.
 3. Advantages, within each group.
 4. Training: one optimizer step for each global batch.
 5. Validation, when due: refit, answers to held-out prompts; a checkpoint, when due.
@@ -89,7 +90,7 @@ class GrpoTrainer:
         self._needs_reference = loss.reference_policy_kl_penalty != 0
 
     def run(self, last_step: int, resume_from: Checkpoint | None) -> None:
-        """Train until `last_step`, from where a checkpoint goes on or from the first step."""
+        """Train until `last_step`, from a checkpoint or from the first step."""
         loop, ahead, first_step = self._loop, self._ahead, 1 if resume_from is None else resume_from.step + 1
         with (
             nullcontext() if ahead is None else ahead.collecting(first_step, last_step),
@@ -101,7 +102,7 @@ class GrpoTrainer:
                     break
 
     def step(self, step: int, last_step: int) -> bool:
-        """Make a step of the file header; False, and nothing is trained, where the data ended before it was full."""
+        """Run one step; return False without training if the data ended before the step was full."""
         loop, parts, policy, timer = self._loop, self._parts, self._parts.policy, self._loop.timer
 
         where = parts.loader.state_dict()
@@ -156,7 +157,7 @@ class GrpoTrainer:
         about_step = train_metrics(groups, rewards, by_response, result, seconds, parts.speed)
         self._idle_steps.count(about_step)
         about_step |= {**about_agreement, **self._about_sampling(groups, kept)}
-        # Rollouts of older weights are expected to differ from what the policy makes of them.
+        # Rollouts of older weights are expected to disagree with the policy.
         loop.trained(step, about_step, checks_agreement=groups.age == 0)
 
         validation = loop.validate_if_due(step, is_last=is_last)
@@ -167,7 +168,7 @@ class GrpoTrainer:
     # -- parts of a step
 
     def _fresh_rollouts(self, step: int) -> SampledGroups | None:
-        """Rollouts by the present weights; None if the data ended before dynamic sampling had filled the step."""
+        """Draw rollouts with the present weights; None if the data ended before dynamic sampling filled the step."""
         settings, loop, loader = self._settings, self._loop, self._parts.loader
         if not settings.use_dynamic_sampling:
             return SampledGroups.all_of(loop.draw(step, 0, next(iter(loader)), loop.engine.start_handover))
@@ -176,13 +177,13 @@ class GrpoTrainer:
         return sample_until_full(batches, num_prompts=settings.num_prompts_per_step, max_batches=max_batches)
 
     def _training_rewards(self, rollouts: RolloutBatch) -> Tensor:
-        """[B] rewards after scaling and shaping."""
+        """Return [B] rewards after scaling and shaping."""
         scaled = scale_rewards(rollouts.rewards(), self._settings.reward_scaling)
         lengths, truncated = rollouts.longest_responses(), rollouts.truncated()
         return shape_rewards(scaled, lengths, truncated, self._settings.reward_shaping)
 
     def _sample_mask(self, rollouts: RolloutBatch, kept: Tensor | None) -> Tensor:
-        """[B] 0 for rollouts that are not trained on."""
+        """Return a mask [B], 0 for rollouts that are not trained on."""
         mask = overlong_sample_mask(rollouts.truncated(), filtering=self._settings.overlong_filtering)
         mask = mask * rollouts.loss_multipliers() * rollouts.scored()
         return mask if kept is None else mask * kept
@@ -195,7 +196,7 @@ class GrpoTrainer:
         prev_logprobs: Tensor | None,
         reference_logprobs: Tensor | None,
     ) -> Tensor:
-        """[B, S] within each group."""
+        """Return advantages [B, S], computed within each group."""
         rewards_PG = rewards.reshape(rollouts.num_prompts, rollouts.group_size)
         advantages = self._code.advantages(rollouts, rewards_PG, batch.loss_mask)
         if advantages is not None:
@@ -206,7 +207,7 @@ class GrpoTrainer:
         return token_advantages(self._settings, rewards_PG, batch.loss_mask, kl_BS, parts_PG, owners, scored_PG)
 
     def _about_sampling(self, groups: SampledGroups, kept: Tensor | None) -> dict[str, float]:
-        """Metrics of how the step's rollouts were chosen."""
+        """Return metrics on how the step's rollouts were chosen."""
         metrics: dict[str, float] = {}
         if kept is not None:
             metrics["rollout_filter_rate"] = 1.0 - kept.mean().item()

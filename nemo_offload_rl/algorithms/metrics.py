@@ -26,10 +26,10 @@ _OF_VALIDATION_GROUPS = ("accuracy/", "pass_at_", "reward_part/")
 
 
 def update_metrics(result: TrainResult) -> dict[str, float]:
-    """Loss, gradient norm, learning rate and what the loss measured, over the step's optimizer steps.
+    """Reduce loss, gradient norm, learning rate and the loss's metrics over the step's optimizer steps.
 
-    These are means; extremes of names with `_min` and `_max`; the last learning rate. Skipped updates are left out,
-    unless all of the step were skipped.
+    Values are means, except extremes for names that end in `_min` or `_max`, and the last learning rate. Skipped
+    updates are left out, unless the step skipped all of them.
     """
     num_steps = len(result.loss)
     applied = [step for step in range(num_steps) if not (result.is_skipped and result.is_skipped[step])]
@@ -44,7 +44,7 @@ def update_metrics(result: TrainResult) -> dict[str, float]:
 
 
 def overlong_metrics(overlong: Mapping[str, int]) -> dict[str, float]:
-    """Rows that are too long, of all data sets together, and of each if there are several."""
+    """Count rows that are too long, in total, and by data set if there are several."""
     found = {"overlong_rows": float(sum(overlong.values()))}
     if len(overlong) > 1:
         found |= {f"overlong_rows/{name}": float(number) for name, number in overlong.items()}
@@ -52,7 +52,7 @@ def overlong_metrics(overlong: Mapping[str, int]) -> dict[str, float]:
 
 
 def residency_metrics(reports_by_rank: Sequence[Sequence[TransitionReport]]) -> dict[str, float]:
-    """Bytes summed over ranks, and seconds of the slowest rank; warns of state left on a device against the plan."""
+    """Sum bytes over ranks, take the slowest rank's seconds, and warn of state that was left on a device."""
     for rank, reports in enumerate(reports_by_rank):
         for report in reports:
             for leftover in report.leftovers:
@@ -87,15 +87,15 @@ def train_metrics(
     seconds: Mapping[str, float],
     speed: ModelSpeed | None = None,
 ) -> dict[str, float]:
-    """Rollouts, loss (mean over the step's optimizer steps) and rates in tokens per second.
+    """Return metrics of rollouts, loss (mean over the step's optimizer steps) and speed in tokens per second.
 
     Args:
-        groups: Of the step, with the environments' rewards.
-        rewards: [B] of the trained rollouts, after scaling and shaping; those without a score are left out.
-        advantages: [B] of the trained rollouts.
-        result: Of the step's training.
-        seconds: By phase, from the step's timer.
-        speed: For `training_mfu`; None leaves it out.
+        groups: The step's groups, with the environments' rewards.
+        rewards: [B] rewards of the trained rollouts, after scaling and shaping; unscored rollouts are left out.
+        advantages: [B] advantages of the trained rollouts.
+        result: Result of the step's training.
+        seconds: Seconds by phase, from the step's timer.
+        speed: Gives `training_mfu`; None leaves it out.
     """
     scored = {"logprob": "logprobs"} if "logprobs" in seconds else {}
     has_score = groups.trained.scored()
@@ -113,9 +113,10 @@ def step_metrics(
     speed: ModelSpeed | None,
     passes: Mapping[str, str],
 ) -> dict[str, float]:
-    """The part of `train_metrics` that every algorithm with rollouts has; `passes` maps names to phases.
+    """Return the metrics that every algorithm with rollouts has.
 
-    Each entry of `passes` becomes a rate NAME_tokens_per_s over the trained rollouts and the phase's seconds.
+    `passes` maps names to phases. Each entry gives a rate NAME_tokens_per_s: tokens of the trained rollouts by the
+    phase's seconds.
     """
     num_sampled = float(groups.sampled.response_lengths().sum())
     lengths = [len(each.token_ids) for rollout in groups.trained.rollouts for each in rollout.sequences()]
@@ -134,7 +135,7 @@ def step_metrics(
 
 
 def dynamic_sampling_metrics(groups: SampledGroups) -> dict[str, float]:
-    """Batches and groups that dynamic sampling drew for the step, and rewards of the groups that it kept."""
+    """Count the batches and constant groups that dynamic sampling drew, and average the kept groups' rewards."""
     scored = groups.trained.scored()
     return {
         "dynamic_sampling_batches": float(groups.num_batches),
@@ -145,7 +146,7 @@ def dynamic_sampling_metrics(groups: SampledGroups) -> dict[str, float]:
 
 
 def validation_metrics(rollouts: RolloutBatch) -> dict[str, float]:
-    """Accuracy, reward and lengths on held-out prompts; with several data sets also of each."""
+    """Return accuracy, reward and lengths on held-out prompts; also by data set if there are several."""
     metrics = rollout_metrics(rollouts)
     found = {name: metrics[name] for name in _OF_VALIDATION if name in metrics}
     found |= {name: value for name, value in metrics.items() if name.startswith(_OF_VALIDATION_GROUPS)}
@@ -156,10 +157,10 @@ def validation_metrics(rollouts: RolloutBatch) -> dict[str, float]:
 
 
 def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """Metrics of the rollouts of a step.
+    """Return metrics of a step's rollouts.
 
-    A rollout's response is everything that the policy sampled in all turns. Metrics of rewards leave out rollouts
-    without a score, and are left out if no rollout has one.
+    A rollout's response is everything that the policy sampled in all turns. Reward metrics leave out rollouts without
+    a score, and are absent if no rollout has one.
     """
     lengths = batch.response_lengths().float()
     prompt_lengths = batch.prompt_lengths().float()
@@ -186,7 +187,7 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
 
 
 def _score_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """Metrics of rewards and right answers, over the rollouts that have a score."""
+    """Return metrics of rewards and right answers over the scored rollouts."""
     scored, scored_PG = batch.scored(), batch.scored_PG()
     if not scored.any():
         return {}
@@ -206,7 +207,7 @@ def _score_metrics(batch: RolloutBatch) -> dict[str, float]:
 
 
 def spread(name: str, values: Tensor) -> dict[str, float]:
-    """Mean, standard deviation (divisor n - 1; 0 for one value), least and greatest of `values` [B]."""
+    """Return mean, standard deviation (divisor n - 1; 0 for one value), minimum and maximum of `values` [B]."""
     return {
         f"{name}_mean": values.mean().item(),
         f"{name}_std": values.std().item() if values.numel() > 1 else 0.0,
@@ -216,7 +217,7 @@ def spread(name: str, values: Tensor) -> dict[str, float]:
 
 
 def by_data_set(batch: RolloutBatch) -> dict[str, float]:
-    """Mean reward and accuracy of each data set with a score; {} if there is only one data set."""
+    """Return mean reward and accuracy of each data set with a score; {} if there is only one data set."""
     names = [rollout.prompt.data_set for rollout in batch.rollouts]
     of_scored = [rollout.prompt.data_set for rollout in batch.rollouts if rollout.unscored is None]
     found: dict[str, float] = {}
@@ -234,9 +235,9 @@ WARNED_AFTER = 3
 
 
 class IdleSteps:
-    """Counts steps in a row with nothing to learn: all advantages 0, as where all responses get the same reward.
+    """Counts steps in a row without a learning signal: all advantages are 0, e.g. since all rewards are equal.
 
-    Warns after `WARNED_AFTER` of them, and again whenever their number has doubled.
+    Warns after `WARNED_AFTER` such steps, and again whenever their number has doubled.
     """
 
     def __init__(self) -> None:

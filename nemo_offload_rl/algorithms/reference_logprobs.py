@@ -1,4 +1,4 @@
-"""Logprobs of a frozen reference on disk, so that a run that goes on has not to compute those of all data again."""
+"""Logprobs of a frozen reference on disk, so that a resumed run does not compute them again."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _KEY, _CHECKSUM = "fingerprint", "checksum"
 
 
 def fingerprint(pairs: Splits[ExamplePair], policy: PolicySettings) -> str:
-    """What the logprobs follow from: tokens and masks of all rows in order, the model and its precision.
+    """Hash what the logprobs depend on: tokens and masks of all rows in order, the model and its precision.
 
-    The files of a model folder are told apart by name, size and time of change: their bytes would take as long to read
-    as the logprobs to compute. A name of a model hub stands for itself.
+    Files of a model folder are identified by name, size and time of change, because reading them would take as long as
+    computing the logprobs. A model of a hub is identified by its name.
     """
     folder = Path(policy.model_name)
     patterns = ("config.json", *WEIGHT_PATTERNS)
@@ -48,11 +48,11 @@ def fingerprint(pairs: Splits[ExamplePair], policy: PolicySettings) -> str:
 
 
 class ReferenceFile:
-    """Tensors by name in one safetensors file, valid for one fingerprint.
+    """One safetensors file of named tensors, valid for one fingerprint.
 
     Args:
-        path: The file; its folder exists when it is written.
-        fingerprint: Of what the tensors follow from.
+        path: The file; its folder must exist when it is written.
+        fingerprint: Hash of what the tensors depend on.
     """
 
     def __init__(self, path: Path, fingerprint: str) -> None:
@@ -60,7 +60,7 @@ class ReferenceFile:
         self._fingerprint = fingerprint
 
     def read(self) -> dict[str, Tensor] | None:
-        """The tensors; None where there is no file, and with a warning where it is damaged or of something else."""
+        """Return the tensors, or None if there is no file. A damaged or outdated file gives a warning and None."""
         if not self.path.exists():
             return None
         try:
@@ -81,10 +81,10 @@ class ReferenceFile:
         return tensors
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write the file, which appears whole or not at all.
+        """Write the file atomically.
 
         Raises:
-            CheckpointError: It cannot be written; an older one is as it was.
+            CheckpointError: The file cannot be written; an older one is unchanged.
         """
         partial = partial_of(self.path)
         about = {_KEY: self._fingerprint, _CHECKSUM: bytes_checksum(save(dict(tensors)))}

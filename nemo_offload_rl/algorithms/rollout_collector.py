@@ -1,12 +1,11 @@
-"""Rollouts that are collected beside training.
+"""Collects rollouts during training.
 
-Weights have a version, the number of steps that they were trained for: step s trains weights of version s - 1. The
-rollouts of step s are begun as soon as there are weights of version s - 1 - `max_age`, or at the start of the run, and
-never twice: each batch of prompts belongs to one step, in the order of the data. So at most `max_age` + 1 steps are
-under way or wait, and the age of a step's rollouts, the version that it trains less the version that said them, is at
-most `max_age`.
+The version of weights is the number of steps that they were trained for: step s trains weights of version s - 1. The
+rollouts of step s begin once there are weights of version s - 1 - `max_age`, or at the start of the run. Each batch of
+prompts belongs to one step, in the order of the data. So at most `max_age` + 1 steps are under way or waiting. The age
+of a step's rollouts is the version being trained minus the version that generated them; it is at most `max_age`.
 
-Each step's rollouts are drawn in a thread. What the trainer calls returns or raises in the trainer's thread.
+Each step's rollouts are drawn in a thread. The trainer's calls return or raise in the trainer's thread.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class Draw[Item, Drawn](Protocol):
     """Draws the rollouts of a step; runs in a thread."""
 
     def __call__(self, step: int, prompts: Sequence[Item], engine: int, /) -> Drawn:
-        """Rollouts of `prompts`, by the engine of this number; raises `WorkerDiedError` once there is another."""
+        """Draw rollouts of `prompts` from engine number `engine`; raise `WorkerDiedError` once it was replaced."""
         ...
 
 
@@ -35,9 +34,9 @@ class Collected[Drawn]:
     """The rollouts of a step.
 
     Attributes:
-        drawn: What was drawn.
-        version: Of the weights with which they began.
-        age: Steps that the weights were trained since.
+        drawn: The rollouts, as `Draw` returned them.
+        version: Version of the weights with which they began.
+        age: Number of steps that the weights were trained since.
     """
 
     drawn: Drawn
@@ -46,7 +45,7 @@ class Collected[Drawn]:
 
 
 class LostRollouts(Exception):
-    """The engine has ended while it drew: `error` says so, and `engine` was its number."""
+    """Engine number `engine` ended with `error` while it drew rollouts."""
 
     def __init__(self, error: WorkerDiedError | DeviceMemoryError, engine: int) -> None:
         super().__init__(error, engine)
@@ -63,14 +62,14 @@ class _Entry[Item, Drawn]:
 
 
 class RolloutCollector[Item, Drawn]:
-    """The steps whose rollouts are under way, or wait to be trained on.
+    """Holds the steps whose rollouts are under way or wait to be trained on.
 
     Args:
         draw: Draws the rollouts of a step.
         loader: Gives out the prompts.
-        max_age: See the file header.
-        first_step: The first step that is trained, from 1.
-        last_step: The last one.
+        max_age: Greatest age of a step's rollouts; the module docstring defines the age.
+        first_step: First step that is trained, from 1.
+        last_step: Last step that is trained.
     """
 
     def __init__(
@@ -92,15 +91,15 @@ class RolloutCollector[Item, Drawn]:
 
     @property
     def num_waiting(self) -> int:
-        """Steps whose rollouts have ended and are not trained on yet."""
+        """Number of steps whose rollouts have ended and are not trained on yet."""
         return sum(entry.drawing.done() for entry in self._entries.values())
 
     def begin_due(self, version: int, engine: int) -> None:
-        """Begin the rollouts that weights of this version are the first for; and again, those that an engine lost.
+        """Begin the rollouts that are due with weights of this version, and redo those that a dead engine lost.
 
         Args:
-            version: Of the weights that the engine has.
-            engine: Its number: that of an engine which was started again is higher.
+            version: Version of the engine's weights.
+            engine: The engine's number, which rises with each restart.
         """
         for step, entry in self._entries.items():
             if entry.engine < engine and entry.drawing.done() and isinstance(entry.drawing.exception(), ENGINE_ERRORS):
@@ -111,11 +110,11 @@ class RolloutCollector[Item, Drawn]:
             self._next_step += 1
 
     def take(self, step: int) -> Collected[Drawn]:
-        """The rollouts of `step`, once they are there; each step is taken once, in turn.
+        """Wait for the rollouts of `step` and return them; each step is taken once, in turn.
 
         Raises:
             LostRollouts: The engine has ended.
-            Exception: What kept the rollouts of any step from coming.
+            Exception: The error of any step's rollouts.
         """
         for entry in self._entries.values():
             if entry.drawing.done():
@@ -127,11 +126,11 @@ class RolloutCollector[Item, Drawn]:
         return Collected(drawn, entry.version, step - 1 - entry.version)
 
     def wait_until_idle(self) -> None:
-        """Return when no rollout is under way; raises nothing."""
+        """Wait until no rollout is under way; raise nothing."""
         wait([entry.drawing for entry in self._entries.values()])
 
     def close(self) -> None:
-        """Begin nothing more. What is under way ends with the engine."""
+        """Begin no more rollouts. Those under way end with the engine."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _begin(self, step: int, prompts: Sequence[Item], version: int, engine: int) -> None:

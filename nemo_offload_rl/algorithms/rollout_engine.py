@@ -1,8 +1,9 @@
-"""The engine and the policy in turn: refit and wake before a generation, sleep and hand over after it.
+"""Alternates engine and policy on the devices: refit and wake before a generation, sleep and handover after it.
 
 The engine is awake only with the policy's present weights. After the last generation of a step it sleeps and drops its
-weights (a refit brings others), and the policy's parameters come to the device; both run in the background while the
-driver scores and collates. An engine that dies is restarted while restarts are left, and its call is made again.
+weights, since the next refit brings new ones, and the policy's parameters come to the device. Both happen in the
+background while the driver scores and collates. A dead engine is restarted while restarts are left, and its call is
+repeated.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from nemo_offload_rl.weight_sync.refit import refit
 _HANDOVER_S = 60.0
 
 type Restart = Callable[[UserError], None]
-"""Takes the error after which the engine is needed again, asleep; raises it if no restart is left."""
+"""Restarts the engine, asleep, after an error; raises the error if no restart is left."""
 
 
 class RolloutEngine:
-    """The engine of a GRPO run, and the policy whose weights it has.
+    """The engine of a run with rollouts, kept on the policy's weights.
 
     Args:
-        policy: All of its ranks.
+        policy: All ranks of the policy.
         engine: All engines.
-        colocated: Whether they share devices; else the engine never sleeps.
+        colocated: Whether engine and policy share devices; else the engine never sleeps.
         restart: See `Restart`.
-        bring: Has the policy enter the phase that it computes in first, once the engine sleeps.
+        bring: Moves the policy into its first phase of the step, once the engine sleeps.
         timer: Gets the phases `refit`, `generation/sleep`, `engine_restart`, and the one that a call names.
 
     Attributes:
-        around_refit: Makes the context that every refit is in.
-        num_restarts: How often the engine was started again.
+        around_refit: Makes the context that surrounds every refit.
+        num_restarts: Number of restarts of the engine.
     """
 
     def __init__(
@@ -63,19 +64,19 @@ class RolloutEngine:
         self.num_restarts = 0
 
     def bring_weights(self) -> None:
-        """Have the engine awake with the policy's present weights."""
+        """Wake the engine with the policy's present weights."""
         self._with_restarts(self._wake)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingSettings, num_samples: int, *, phase: str
     ) -> list[list[Completion]]:
-        """Completions by the policy's present weights, `num_samples` of each prompt; their seconds count as `phase`."""
+        """Generate `num_samples` completions of each prompt with the policy's present weights; timed as `phase`."""
         return self.serve(lambda: self._engine.generate(prompts, sampling, num_samples), phase=phase)
 
     def serve[Result](self, work: Callable[[], Result], *, phase: str) -> Result:
-        """What `work` returns, for which the engine is awake with the policy's present weights.
+        """Run `work` with the engine awake on the policy's present weights, and return its result.
 
-        It begins again after an engine has died; its seconds count as `phase`.
+        `work` is repeated after an engine has died; its time counts as `phase`.
         """
 
         def call() -> Result:
@@ -86,13 +87,13 @@ class RolloutEngine:
         return self._with_restarts(call)
 
     def start_handover(self) -> None:
-        """Have the engine sleep, if it shares devices, and the policy come, in the background; once in a step."""
+        """Put a colocated engine to sleep and bring the policy, in the background; further calls do nothing."""
         if self._handover is None:
             self._is_awake = False
             self._handover = _start_handover(self._bring, self._engine if self._colocated else None)
 
     def wait_for_sleep(self) -> None:
-        """Return when the engine of a started handover sleeps; one that died is restarted first."""
+        """Wait until the engine of a started handover sleeps; restart it if it died."""
         assert self._handover is not None, "no handover was started"
         with self._timer.phase("generation"), self._timer.phase("sleep"):
             try:
@@ -102,22 +103,19 @@ class RolloutEngine:
                 self._handover = _start_handover(self._bring, None)
 
     def wait_for_policy(self) -> None:
-        """Return when the policy has entered its first phase, which ends the handover."""
+        """Wait until the policy has entered its first phase, which ends the handover."""
         handover, self._handover = self._handover, None
         assert handover is not None, "no handover was started"
         handover.policy_ready.result()
 
     def sleep(self) -> None:
-        """Put an engine to sleep that is awake and shares devices."""
+        """Put the engine to sleep if it is awake and shares devices."""
         if self._is_awake and self._colocated:
             self._is_awake = False
             self._with_restarts(lambda: self._engine.finish_generation(discard_weights=True))
 
     def make_room(self, on_devices: bool) -> None:
-        """Wait for a handover under way, however it ends; with `on_devices` end the engines, which are of no more use.
-
-        An engine that does not go to sleep is waited for no longer than `_HANDOVER_S`.
-        """
+        """Wait at most `_HANDOVER_S` for a handover, whatever its outcome; with `on_devices` end the engines."""
         handover, self._handover = self._handover, None
         if handover is not None:
             wait([handover.engine_asleep, handover.policy_ready], timeout=_HANDOVER_S)
@@ -128,12 +126,12 @@ class RolloutEngine:
     def restart(self, error: UserError) -> None:
         """Start the engine again after `error`, or raise it: see `Restart`."""
         self._is_awake = False
-        self.num_restarts += 1  # first: other threads see by it that what they meet is another engine
+        self.num_restarts += 1  # first, so that other threads see that the engine is a new one
         with self._timer.phase("engine_restart"):
             self._restart(error)
 
     def _wake(self) -> None:
-        """Have the engine awake with the policy's weights; generating again at once moves nothing."""
+        """Refit and wake the engine unless it is awake already."""
         if not self._is_awake:
             with self.around_refit(), self._timer.phase("refit"):
                 refit(self._policy, self._engine, self._timer)
@@ -149,22 +147,22 @@ class RolloutEngine:
 
 @dataclass(frozen=True)
 class _Handover:
-    """What ends when the engine sleeps, and when the policy is ready after it; each raises what kept it from that."""
+    """Futures that end when the engine sleeps, and then when the policy is ready; each raises its own failure."""
 
     engine_asleep: Future[None]
     policy_ready: Future[None]
 
 
 def _start_handover(bring: Callable[[], object], engine: GenerationEngine | None) -> _Handover:
-    """Start one; None for an engine that need not sleep."""
+    """Start a handover; `engine` is None if no engine has to sleep."""
 
     def bring_policy() -> None:
-        engine_asleep.result()  # the policy stays away from a device that the engine has not left
+        engine_asleep.result()  # the policy must not use a device that the engine has not left
         bring()
 
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="handover")
     engine_asleep = pool.submit(lambda: engine.finish_generation(discard_weights=True) if engine is not None else None)
     policy_ready = pool.submit(bring_policy)
-    # Not waited for: after an interrupt or a dead worker, what runs there ends with the workers only.
+    # Not waited for: after an interrupt or a worker's death, these tasks end only with the workers.
     pool.shutdown(wait=False)
     return _Handover(engine_asleep, policy_ready)

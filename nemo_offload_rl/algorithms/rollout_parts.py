@@ -1,4 +1,4 @@
-"""What a run with rollouts is made of."""
+"""Parts of a run with rollouts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from nemo_offload_rl.utils.progress import RunProgress
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointParts:
-    """What agents talk to: the engines, the model's name there, and what they ask for."""
+    """Endpoint for agents: the engines, the model's name and the API key."""
 
     engine: Endpoint
     model: str
@@ -32,11 +32,11 @@ class EndpointParts:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutParts:
-    """What a run with rollouts is made of; `runs/rollouts.py` builds it.
+    """Parts of a run with rollouts; `runs/rollouts.py` builds them.
 
-    `restart_engine` takes the error after which the engine is needed again; it raises that error if no restart is left,
-    and otherwise returns the owner of each process from then on. `pausing` is the engine again, where it can be given
-    weights in the middle of responses.
+    `restart_engine` takes the error that ended the engine. It raises that error if no restart is left, and otherwise
+    restarts the engine and returns the new owner of each process. `pausing` is the same engine if it can take new
+    weights in the middle of responses, else None.
     """
 
     policy: Policy

@@ -1,4 +1,4 @@
-"""Rollouts of a run: the engine asks the policy, the environments score or answer, until every rollout has ended."""
+"""Draws rollouts: the engine generates, the environments score or answer, until every rollout has ended."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from nemo_offload_rl.utils.timer import PhaseTimer
 
 
 class ServingEngine(Protocol):
-    """Where responses come from; seconds count as `phase`."""
+    """The engine that rollouts are drawn from; the time of a call counts as `phase`."""
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingSettings, num_samples: int, *, phase: str
     ) -> list[list[Completion]]:
-        """`num_samples` completions of each prompt."""
+        """Return `num_samples` completions of each prompt."""
         ...
 
     def serve[Result](self, work: Callable[[], Result], *, phase: str) -> Result:
-        """What `work` returns, which talks to the engine itself."""
+        """Run `work`, which talks to the engine itself, and return its result."""
         ...
 
 
 class AwakeEngine:
-    """An engine that is awake and has the weights that rollouts are to have; its deaths are the caller's.
+    """Serves an engine that is already awake with the right weights; the caller restarts an engine that dies.
 
     Args:
         engine: All engines.
         timer: Gets the phases.
-        is_the_same: Whether it has not been started again meanwhile.
+        is_the_same: Tells whether the engine has not been restarted since.
     """
 
     def __init__(self, engine: GenerationEngine, timer: PhaseTimer, is_the_same: Callable[[], bool]) -> None:
@@ -58,27 +58,27 @@ class AwakeEngine:
         """See `ServingEngine`.
 
         Raises:
-            WorkerDiedError: Another engine is there, or will be; it knows nothing of earlier turns.
+            WorkerDiedError: The engine was restarted, or will be; the new one has no earlier turns.
         """
         try:
             if self._is_the_same():
                 with self._timer.phase(phase):
                     return work()
-        except RuntimeError:  # of an engine that is being ended, or has no weights yet
+        except RuntimeError:  # the engine is shutting down, or has no weights yet
             if self._is_the_same():
                 raise
         raise WorkerDiedError("the engine was started again in the middle of rollouts")
 
 
 class RolloutSampler:
-    """Draws rollouts; several threads may, each with a sampler of its own (`beside`).
+    """Draws rollouts. Each thread needs its own sampler; `beside` makes one.
 
     Args:
-        parts: Environments, turns and what agents talk to.
-        engine: Where responses come from.
+        parts: Environments, turns and the agents' endpoint.
+        engine: Generates the responses.
         timer: Gets the phase `reward`.
-        seed: Of the run.
-        scoring: Held while an environment works: environments are asked by one thread at a time.
+        seed: The run's seed.
+        scoring: Lock held while an environment works, so that only one thread uses the environments.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class RolloutSampler:
         self._scoring = scoring or threading.Lock()
 
     def beside(self, engine: ServingEngine, timer: PhaseTimer) -> RolloutSampler:
-        """A sampler for another thread, of the same environments."""
+        """Return a sampler for another thread, with the same environments."""
         return RolloutSampler(self._parts, engine, timer, self._seed, self._scoring)
 
     def draw(
@@ -108,10 +108,10 @@ class RolloutSampler:
         phase: str,
         generated: Callable[[], object] | None = None,
     ) -> RolloutBatch:
-        """Rollouts, seeded by `call`; their seconds count as `phase` and as reward.
+        """Draw rollouts, seeded by `call`; their time counts as `phase` and `reward`.
 
-        `generated` is called when the engine has said all, before the last turn is scored; where it is not known which
-        turn is the last, it is not called. Agents drive theirs first.
+        `generated` is called after the last generation, before its scoring. It is not called if the last turn is not
+        known in advance. Agents' rollouts are drawn first.
         """
         parts = self._parts
         agents = {name: each for name, each in parts.environments.items() if isinstance(each, AgentEnvironment)}
@@ -151,7 +151,7 @@ class RolloutSampler:
         sampling: SamplingSettings,
         phase: str,
     ) -> RolloutBatch:
-        """Rollouts of prompts that are all agents'; their seconds count as `phase`, reward included."""
+        """Draw rollouts of agents' prompts; all time, reward included, counts as `phase`."""
         parts = self._parts
         endpoint = parts.endpoint
         assert endpoint is not None, "checked when the environments are made"
@@ -173,6 +173,6 @@ class RolloutSampler:
         return self._engine.serve(ask, phase=phase)
 
     def _seeded(self, sampling: SamplingSettings, call: str) -> SamplingSettings:
-        """Draws of one call of the engine depend on the run's seed and the call's name alone, also after a resume."""
+        """Derive a call's seed from the run's seed and the call's name alone, so that a resumed run draws the same."""
         digest = hashlib.blake2b(f"{self._seed}:{call}".encode(), digest_size=8).digest()
         return replace(sampling, seed=int.from_bytes(digest, "big") >> 1)
