@@ -1,7 +1,7 @@
-"""From rewards to advantages: scaling, shaping, masking, baselines, normalization, clipping.
+"""Turns rewards into advantages: scaling, shaping, masking, baselines, normalization, clipping.
 
-Estimators take a mask of rollouts that have a score. The others count in no baseline, deviation or mean, as if their
-group were smaller, and get an advantage of 0; their rewards may be NaN.
+Estimators take a mask of scored rollouts. Unscored rollouts are left out of baselines, deviations and means, as if
+their group were smaller, and get an advantage of 0; their rewards may be NaN.
 
 Shape suffixes: B samples, S positions, P prompts, G group size.
 """
@@ -34,8 +34,8 @@ def shape_rewards(
 ) -> Tensor:
     """Subtract a soft length penalty: DAPO's (arXiv 2503.14476, equation 13), continued beyond the limit as in NeMo-RL.
 
-    With `stop_properly_penalty_coef` the rewards of truncated responses are multiplied by it instead (ProRLv2), unless
-    that raises them: a negative reward does not change.
+    With `stop_properly_penalty_coef`, the rewards of truncated responses are multiplied by it instead (ProRLv2);
+    negative rewards, which that would raise, do not change.
 
     The penalty is 0 up to `max_response_length - overlong_buffer_length` tokens and grows linearly from there:
     `overlong_buffer_penalty` at `max_response_length`, more beyond it.
@@ -56,7 +56,7 @@ def shape_rewards(
 
 
 def overlong_sample_mask(truncated: Tensor, *, filtering: bool) -> Tensor:
-    """[B] float32: 0 for truncated responses if `filtering`, else 1 (DAPO, section 3.4)."""
+    """Return a mask [B] float32, 0 for truncated responses if `filtering`, else 1 (DAPO, section 3.4)."""
     if not filtering:
         return torch.ones(truncated.shape[0], dtype=torch.float32)
     return 1.0 - truncated.to(torch.float32)
@@ -71,19 +71,19 @@ def token_advantages(
     owners: Tensor | None = None,
     scored_PG: Tensor | None = None,
 ) -> Tensor:
-    """[R, S] float32: the advantage of each token by `grpo.adv_estimator`, clipped.
+    """Compute the advantage of each token, [R, S] float32, by `grpo.adv_estimator`, and clip it.
 
     Args:
         settings: The keys `grpo.*`.
         rewards_PG: [P, G] after scaling and shaping, P * G = B.
         mask_BS: [R, S], 1 for tokens that the loss counts.
-        kl_BS: [R, S] subtracted from the reward of each token (`loss_fn.use_kl_in_reward`); None for nothing.
+        kl_BS: [R, S] KL to subtract from each token's reward (`loss_fn.use_kl_in_reward`); None for nothing.
         parts_PG: [P, G] each, parts of rewards by name; only `gdpo` reads them.
-        owners: [R] the rollout of each row; None for R = B, one row each.
+        owners: [R] the rollout of each row; None if each rollout is one row (R = B).
         scored_PG: [P, G] bool, rollouts that have a score; `mask_BS` is 0 for the others. None for all.
 
     Raises:
-        ConfigError: `gdpo` has less than two parts, or another number of weights.
+        ConfigError: `gdpo` has less than two parts, or a different number of weights.
     """
     estimator = settings.adv_estimator
     leave_one_out, normalize = settings.use_leave_one_out_baseline, settings.normalize_rewards
@@ -107,13 +107,13 @@ def token_advantages(
 
 
 def in_rows(values_PG: Tensor, mask_RS: Tensor, owners: Tensor | None) -> Tensor:
-    """[R, S]: the value of each rollout at every position of its rows."""
+    """Expand the value of each rollout to every position of its rows, [R, S]."""
     values = values_PG.reshape(-1)
     return (values if owners is None else values[owners])[:, None].expand_as(mask_RS)
 
 
 def response_means(values_BS: Tensor, mask_BS: Tensor) -> Tensor:
-    """[B] float32: the mean over each response's counted tokens; exact if all are equal."""
+    """Return the mean over each response's counted tokens, [B] float32; exact if all are equal."""
     total_B = (values_BS.double() * mask_BS).sum(dim=1)
     return (total_B / mask_BS.sum(dim=1).clamp(min=1.0)).to(torch.float32)
 
@@ -132,14 +132,14 @@ def batch_advantages(
     owners: Tensor | None = None,
     scored_PG: Tensor | None = None,
 ) -> Tensor:
-    """REINFORCE++ (arXiv 2501.03262) as in NeMo-RL: mean 0 and variance 1 over all counted tokens of the step.
+    """Normalize to mean 0 and variance 1 over the step's counted tokens (REINFORCE++, arXiv 2501.03262; as in NeMo-RL).
 
     Args:
         rewards_PG: [P, G], P * G = B.
         mask_BS: [B, S], 1 for tokens that the loss counts.
         minus_baseline: Subtract the mean of the group first.
-        kl_BS: [B, S] subtracted from the reward of each token alone; None for nothing.
-        owners: See `token_advantages`, which calls these rows R.
+        kl_BS: [B, S] KL to subtract from each token's reward; None for nothing.
+        owners: See `token_advantages`, which calls the rows R.
         scored_PG: See `token_advantages`.
 
     Returns:
@@ -148,7 +148,7 @@ def batch_advantages(
     rewards_PG = rewards_PG.double()
     if scored_PG is None:
         scored_PG = torch.ones_like(rewards_PG, dtype=torch.bool)
-    # They belong to no counted token, and NaN would spread through the mean.
+    # Unscored rollouts have no counted token, and their NaN would spread through the mean.
     rewards_PG = rewards_PG.masked_fill(~scored_PG, 0.0)
     values_PG = rewards_PG
     if minus_baseline:
@@ -167,16 +167,16 @@ def batch_advantages(
 def group_advantages(
     rewards_PG: Tensor, *, leave_one_out: bool, normalize: bool, scored_PG: Tensor | None = None
 ) -> Tensor:
-    """Reward minus the group's baseline, optionally divided by a standard deviation.
+    """Subtract the group's baseline from each reward, and optionally divide by a standard deviation.
 
     With `leave_one_out` the baseline of a response is the mean reward of the others in its group (RLOO, arXiv
-    2402.14740); without, the mean of the whole group (GRPO, arXiv 2402.03300). The deviation is that of the same
-    rewards, with their number less one as divisor. As in NeMo-RL a deviation of 0 divides nothing: the only right
-    response of a group keeps its distance. A group of equal rewards gives 0.
+    2402.14740), otherwise the mean of the whole group (GRPO, arXiv 2402.03300). The deviation is the sample standard
+    deviation (divisor n - 1) of the same rewards. As in NeMo-RL, a deviation of 0 does not divide, so the only right
+    response of a group keeps its advantage. A group of equal rewards gives 0.
 
     Args:
         rewards_PG: [P, G] float rewards.
-        leave_one_out: Choice of the baseline.
+        leave_one_out: Leave each response out of its own baseline.
         normalize: Divide by the standard deviation.
         scored_PG: See `token_advantages`. A group with one score gives 0.
 
@@ -193,7 +193,7 @@ def group_advantages(
                 advantages_PG[group, scored_G] = found_1G[0]
         return advantages_PG
     baseline_PG = leave_one_out_baseline(rewards_PG) if leave_one_out else group_mean_baseline(rewards_PG)
-    # Equal rewards can differ from their own mean by a rounding error, which the division would blow up to order 1.
+    # Equal rewards can differ from their mean by a rounding error, which the division would scale up to about 1.
     constant_P1 = rewards_PG.amax(dim=1, keepdim=True) == rewards_PG.amin(dim=1, keepdim=True)
     advantages_PG = (rewards_PG - baseline_PG).masked_fill(constant_P1, 0.0)
     if not normalize:
@@ -210,13 +210,13 @@ def decoupled_advantages(
     normalize: bool,
     scored_PG: Tensor | None = None,
 ) -> Tensor:
-    """GDPO (arXiv 2601.05242) as in NeMo-RL: `group_advantages` of each part, their weighted sum normalized over all.
+    """Normalize the weighted sum of each part's `group_advantages` over all rollouts (GDPO, arXiv 2601.05242).
 
-    The sum is shifted to mean 0, and divided by its sample standard deviation unless that is 0.
+    As in NeMo-RL, the sum is shifted to mean 0, and divided by its sample standard deviation unless that is 0.
 
     Args:
         parts_PG: [P, G] each, by name; NaN leaves a rollout out of a part.
-        weights: In the alphabetical order of the names; None for 1 each.
+        weights: Weights in the alphabetical order of the names; None for 1 each.
         leave_one_out: See `group_advantages`.
         normalize: See `group_advantages`.
         scored_PG: See `token_advantages`.
@@ -225,7 +225,7 @@ def decoupled_advantages(
         [P, G] float32.
 
     Raises:
-        ConfigError: There are less than two parts, or another number of weights.
+        ConfigError: There are less than two parts, or a different number of weights.
     """
     names = sorted(parts_PG)
     if len(names) < 2:
@@ -254,12 +254,12 @@ def decoupled_advantages(
 
 
 def group_mean_baseline(rewards_PG: Tensor) -> Tensor:
-    """[P, G]: the mean of the group."""
+    """Return the mean of each group, [P, G]."""
     return rewards_PG.mean(dim=1, keepdim=True).expand_as(rewards_PG)
 
 
 def leave_one_out_baseline(rewards_PG: Tensor) -> Tensor:
-    """[P, G]: the mean of the others in the group; a group of one has its own reward as baseline."""
+    """Return the mean of the others in the group, [P, G]; in a group of one, its own reward."""
     group_size = rewards_PG.shape[1]
     if group_size == 1:
         return rewards_PG.clone()
@@ -267,19 +267,19 @@ def leave_one_out_baseline(rewards_PG: Tensor) -> Tensor:
 
 
 def group_std(rewards_PG: Tensor) -> Tensor:
-    """[P]: the sample standard deviation of each group; 0 for a group of one."""
+    """Return the sample standard deviation of each group, [P]; 0 for a group of one."""
     if rewards_PG.shape[1] == 1:
         return torch.zeros(rewards_PG.shape[0], dtype=torch.float32)
     return rewards_PG.to(torch.float32).std(dim=1)
 
 
 def leave_one_out_std(rewards_PG: Tensor) -> Tensor:
-    """[P, G]: the sample standard deviation of the others in the group; 0 where they are fewer than two or equal."""
+    """Return the sample standard deviation of the others in the group, [P, G]; 0 if fewer than two, or all equal."""
     group_size = rewards_PG.shape[1]
     if group_size <= 2:
         return torch.zeros_like(rewards_PG, dtype=torch.float32)
     others = torch.tensor([[other for other in range(group_size) if other != one] for one in range(group_size)])
     others_PGO = rewards_PG.double()[:, others]
-    # Equal rewards can differ from their own mean by a rounding error.
+    # Equal rewards can differ from their mean by a rounding error.
     equal_PG = others_PGO.amax(dim=2) == others_PGO.amin(dim=2)
     return others_PGO.std(dim=2).masked_fill(equal_PG, 0.0).to(torch.float32)

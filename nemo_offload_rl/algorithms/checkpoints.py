@@ -1,12 +1,14 @@
-"""Checkpoints: when and where they are saved, which ones stay, and which one a run goes on from.
+"""Checkpoints: when and where they are saved, which ones are kept, and which one a run resumes from.
 
-A checkpoint is a folder `step_<n>`: the policy's state in `policy/`, a Hugging Face folder `hf/` with
-`save_consolidated` or without the optimizer, and the record `progress.json` with size and checksum of every file and
-its own checksum. It is written as `step_<n>.partial` and renamed when it is complete, so that a folder under its name
-is always whole. Sizes and record are checked before any worker starts (`newest`), checksums by the workers (`load`).
+A checkpoint is a folder `step_<n>` with:
+- `policy/`: the policy's state;
+- `hf/`: a Hugging Face folder, if `save_consolidated` is set or the optimizer is not saved;
+- `progress.json`: a record with size and checksum of every other file, and its own checksum.
+It is written as `step_<n>.partial` and renamed when complete, so that `step_<n>` is always whole. Sizes and record are
+checked before any worker starts (`newest`), checksums by the workers (`load`).
 
-With `async_save` training goes on after `save`; `poll` after each step completes a save that has been written, and
-`finish` at the end of the run waits for it.
+With `async_save`, training goes on after `save`. After each step `poll` completes a save that has been written, and
+`finish` waits for it at the end of the run.
 """
 
 from __future__ import annotations
@@ -51,14 +53,14 @@ class Checkpoint:
         folder: `step_<n>`.
         step: The step that it was saved after.
         metric_name: The metric that ranks it, such as `val:accuracy`.
-        metric: Its value, None if it was not measured.
-        has_optimizer: Whether training can go on from it.
+        metric: The metric's value, None if it was not measured.
+        has_optimizer: Whether training can continue from it.
         loader: Position in the data.
         total_tokens: Tokens trained on since the first step.
         algorithm: The algorithm that saved it, such as `sft`; empty if unknown.
         identity: See `identity.py`; empty if unknown.
         files: Size in bytes of every file but the record, by path inside the folder.
-        checksums: Of the same files, by `utils/checksums.py`; empty in checkpoints of earlier versions.
+        checksums: Checksums of the same files, by `utils/checksums.py`; empty in checkpoints of earlier versions.
     """
 
     folder: Path
@@ -76,7 +78,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class _Pending:
-    """A save that has no name yet."""
+    """A save whose folder has not got its final name yet."""
 
     policy: Policy
     target: Path
@@ -91,7 +93,7 @@ class CheckpointKeeper:
     Args:
         settings: The keys `checkpointing.*`.
         algorithm: The running algorithm, which continues only its own checkpoints.
-        identity: Of the run; `resume_point` compares it with that of a checkpoint.
+        identity: Identity of the run, which `resume_point` compares with a checkpoint's.
     """
 
     def __init__(self, settings: CheckpointingConfig, algorithm: str = "", identity: Identity | None = None) -> None:
@@ -119,21 +121,21 @@ class CheckpointKeeper:
     # -- saving
 
     def is_due(self, step: int, is_last: bool) -> bool:
-        """Whether a checkpoint belongs to this step."""
+        """Tell whether a checkpoint belongs to this step."""
         return self.settings.enabled and (step % self.settings.save_period == 0 or is_last)
 
     @property
     def is_saving(self) -> bool:
-        """Whether a save has begun that `finish` has not completed."""
+        """Tells whether a save has begun that `finish` has not completed."""
         return self._pending is not None
 
     @property
     def ranks_by_validation(self) -> bool:
-        """Whether `metric_name` is one of validation."""
+        """Tells whether `metric_name` is a metric of validation."""
         return (self.settings.metric_name or "").startswith("val:")
 
     def warn_of_unranked(self, val_period: int) -> None:
-        """Warn if the metric is one of validation and some steps are saved without it: these are removed first."""
+        """Warn if a metric of validation ranks checkpoints and some are saved without it: these are removed first."""
         settings = self.settings
         ranks = settings.enabled and self.ranks_by_validation and settings.keep_top_k is not None
         if ranks and val_period and settings.save_period % val_period:
@@ -146,7 +148,7 @@ class CheckpointKeeper:
 
     @property
     def exports_weights(self) -> bool:
-        """Whether a save also writes a Hugging Face folder, which needs the policy's state on the devices."""
+        """Tells whether a save also writes a Hugging Face folder, which needs the policy's state on the devices."""
         return self.settings.save_consolidated or not self.settings.save_optimizer
 
     def save(
@@ -161,13 +163,13 @@ class CheckpointKeeper:
         """Save, then remove checkpoints that `checkpoints_to_keep` does not name.
 
         With `async_save` this waits only for the copy of GPU memory, and for the end of the previous save. Without
-        `save_optimizer` the policy is saved as a Hugging Face folder, which can be used but not continued.
+        `save_optimizer` the policy is saved as a Hugging Face folder, from which training cannot continue.
 
         Args:
             step: The step just done.
             policy: The policy.
             loader: Position in the training data.
-            metrics: The step's metrics under `train`, with `total_tokens`, and `val`.
+            metrics: The step's metrics under `train`, with `total_tokens`, and under `val`.
             prunes: False removes nothing.
 
         Raises:
@@ -203,7 +205,7 @@ class CheckpointKeeper:
             self.finish()
 
     def poll(self) -> None:
-        """Complete a save that has been written, after every step.
+        """Complete a save that has been written; called after every step.
 
         Raises:
             CheckpointError: The save could not be written.
@@ -212,10 +214,10 @@ class CheckpointKeeper:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for a save that has begun, and give it its name; also called at the end of the run.
+        """Wait for a save that has begun, and give its folder its final name; also called at the end of the run.
 
         Raises:
-            CheckpointError: It could not be written.
+            CheckpointError: The save could not be written.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -233,18 +235,17 @@ class CheckpointKeeper:
     # -- going on
 
     def newest_folder(self) -> Path | None:
-        """The newest checkpoint's folder, unread; None if there is none or checkpointing is off."""
+        """Return the newest checkpoint's folder, unread; None if there is none or checkpointing is off."""
         steps = self._steps() if self.settings.enabled else []
         return self._folder / f"step_{max(steps)}" if steps else None
 
     def newest(self) -> Checkpoint | None:
-        """The newest checkpoint, to go on from; None if there is none or checkpointing is off.
+        """Read the newest checkpoint, to resume from; None if there is none or checkpointing is off.
 
-        This also checks that the folder can be written, before any training, and removes unfinished saves of a killed
-        run.
+        This also checks that the folder can be written, and removes unfinished saves of a killed run.
 
         Raises:
-            CheckpointError: It cannot be continued, or a folder is damaged or foreign, or nothing can be written.
+            CheckpointError: The checkpoint cannot be continued, is damaged or foreign, or the folder cannot be written.
         """
         if not self.settings.enabled:
             return None
@@ -300,12 +301,12 @@ class CheckpointKeeper:
             self._lock.check_held()
 
     def _continuable(self, before: int) -> list[Checkpoint]:
-        """Checkpoints before a step that training can go on from by their records and sizes, newest first."""
+        """List checkpoints before a step whose record and sizes allow training to continue, newest first."""
         found = [entry for entry in self._finished() if entry.step < before and entry.has_optimizer]
         return sorted((it for it in found if not _wrong_sizes(it)), key=lambda it: it.step, reverse=True)
 
     def _fallback(self, older: Checkpoint | None) -> str:
-        """Advice for going on without the newest checkpoint."""
+        """Advise how to go on without the newest checkpoint."""
         anew = "use another checkpointing.checkpoint_dir to start anew"
         if older is None:
             return anew
@@ -313,7 +314,7 @@ class CheckpointKeeper:
         return f"remove {later} to go on from step_{older.step}, or {anew}"
 
     def _refuse_damage(self, checkpoint: Checkpoint, damage: Mapping[str, str], fallback: str) -> None:
-        """Raise `CheckpointError` for a damaged file that a resume reads, and warn of one that it does not."""
+        """Raise `CheckpointError` for a damaged file that a resume reads, and warn of other damaged files."""
         for name, fault in damage.items():
             path = checkpoint.folder / name
             if checkpoint.has_optimizer and Path(name).parts[0] == _EXPORT:
@@ -346,12 +347,12 @@ class CheckpointKeeper:
             ) from error
 
     def _steps(self) -> list[int]:
-        """Steps of all checkpoint folders, ascending."""
+        """List the steps of all checkpoint folders, ascending."""
         names = [path.name.removeprefix("step_") for path in self._folder.glob("step_*")]
         return sorted(int(name) for name in names if name.isdigit())
 
     def _finished(self) -> list[Checkpoint]:
-        """Checkpoints with a readable record; the log warns of others."""
+        """List checkpoints with a readable record, and warn of others."""
         found: list[Checkpoint] = []
         for step in self._steps():
             try:
@@ -368,7 +369,7 @@ class CheckpointKeeper:
             if checkpoint.step in kept:
                 continue
             try:
-                # Renamed first: a folder that is half removed must not look finished.
+                # Renamed first: a half-removed folder must not look finished.
                 shutil.rmtree(checkpoint.folder.rename(partial_of(checkpoint.folder)))
             except OSError as error:
                 logger.warning(
@@ -379,10 +380,10 @@ class CheckpointKeeper:
 
 
 def checkpoints_to_keep(checkpoints: Sequence[Checkpoint], settings: CheckpointingConfig) -> set[int]:
-    """Steps of the checkpoints that stay on disk.
+    """Return the steps of the checkpoints that stay on disk.
 
-    These are the best `keep_top_k` by the metric, the newest, and the newest that training can go on from: at most two
-    more than `keep_top_k`. A checkpoint whose metric is missing, not finite or of another name ranks last; of two equal
+    These are the best `keep_top_k` by the metric, the newest, and the newest that training can continue from: at most
+    `keep_top_k` + 2. A checkpoint whose metric is missing, not finite or has another name ranks last; of two equal
     ones the newer ranks first.
     """
     if settings.keep_top_k is None:
@@ -406,7 +407,7 @@ def _below(folder: str, checksums: Mapping[str, str]) -> dict[str, str]:
 
 
 def _read_at_resume(checkpoint: Checkpoint) -> dict[str, str]:
-    """Checksums of the files that a resume reads."""
+    """Select the checksums of the files that a resume reads."""
     return {name: checksum for name, checksum in checkpoint.checksums.items() if Path(name).parts[0] != _EXPORT}
 
 
@@ -425,10 +426,10 @@ def _read_record(folder: Path, remedy: str | None = None) -> Checkpoint:
 
     Args:
         folder: `step_<n>`.
-        remedy: Advice about a damaged one; None for removing the folder.
+        remedy: Advice if the record is damaged; None advises to remove the folder.
 
     Raises:
-        CheckpointError: It is missing, damaged or foreign.
+        CheckpointError: The record is missing, damaged or foreign.
     """
     path = folder / PROGRESS_FILE
     remedy = remedy or f"remove the folder {folder} or change checkpointing.checkpoint_dir"
@@ -444,7 +445,7 @@ def _read_record(folder: Path, remedy: str | None = None) -> Checkpoint:
         own_checksum = record.pop(_OWN_CHECKSUM, None)
         if own_checksum is not None and own_checksum != bytes_checksum(json.dumps(record).encode()):
             raise CheckpointError(f"{path} is not as it was written, so this checkpoint is damaged; {remedy}")
-        # Not written by earlier versions.
+        # Earlier versions did not write these.
         missing: dict[str, Any] = {"total_tokens": 0.0, "algorithm": "", "identity": {}, "checksums": {}}
         record = missing | record
     if record.pop("format", None) != FORMAT or record.keys() != fields:
@@ -453,7 +454,7 @@ def _read_record(folder: Path, remedy: str | None = None) -> Checkpoint:
 
 
 def _wrong_sizes(checkpoint: Checkpoint) -> dict[str, str]:
-    """Faults of files that are missing or have another size, by path in the folder."""
+    """Find files that are missing or have another size; faults by path in the folder."""
     found: dict[str, str] = {}
     for name, size in checkpoint.files.items():
         path = checkpoint.folder / name
@@ -467,21 +468,21 @@ def _wrong_sizes(checkpoint: Checkpoint) -> dict[str, str]:
 def resume_point(
     checkpoints: CheckpointKeeper, loader: ShuffledLoader[Any], max_num_steps: int, section: str
 ) -> tuple[Checkpoint | None, int]:
-    """The checkpoint that a run goes on from, None to start anew; and the number of the run's last step.
+    """Return the checkpoint to resume from, None to start anew, and the number of the run's last step.
 
-    Steps and data both bound a run. With dynamic sampling a step may take several batches, and the run may end before
-    that last step.
+    Steps and data both bound a run. With dynamic sampling a step may take several batches, so the run may end before
+    that step.
 
     Args:
         checkpoints: The folder of checkpoints.
         loader: The training data with its number of epochs; moved to the checkpoint's position.
-        max_num_steps: Bound of the steps.
+        max_num_steps: Greatest number of steps.
         section: Section of the keys that bound the run: `grpo`, `sft` or `dpo`.
 
     Raises:
         ConfigError: The newest checkpoint is already the end of this run.
-        CheckpointError: It cannot be continued, or was trained from another model, tokenizer or chat template.
-        DataError: It was saved with other data.
+        CheckpointError: The checkpoint cannot be continued, or has another model, tokenizer or chat template.
+        DataError: The checkpoint was saved with other data.
     """
     newest = checkpoints.newest()
     if newest is None:
@@ -515,21 +516,21 @@ _UNITS_S = (86400, 3600, 60, 1)
 
 
 def seconds_of(text: str) -> int | None:
-    """Seconds of days:hours:minutes:seconds, such as 00:03:45:00; None for any other text."""
+    """Parse days:hours:minutes:seconds, such as 00:03:45:00, to seconds; None for any other text."""
     if re.fullmatch(r"\d+(:\d+){3}", text) is None:
         return None
     return sum(int(part) * unit_s for part, unit_s in zip(text.split(":"), _UNITS_S, strict=True))
 
 
 class SaveDeadline:
-    """The deadline `checkpointing.checkpoint_must_save_by`: tells whether one more step and its save could be too late.
+    """The deadline `checkpointing.checkpoint_must_save_by`: tells whether one more step and its save may miss it.
 
-    A step and a save are expected to take as long as the longest until now.
+    Steps and saves are expected to take as long as the longest ones so far.
 
     Args:
         text: Days:hours:minutes:seconds after `start`; None for no deadline.
         margin_s: Seconds to spare.
-        clock: Seconds.
+        clock: Returns the time in seconds.
     """
 
     def __init__(self, text: str | None, margin_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -556,14 +557,14 @@ class SaveDeadline:
 
     @contextmanager
     def saving(self) -> Generator[None]:
-        """Time a wait for the beginning or end of a save, which is no part of a step."""
+        """Time a wait for the beginning or end of a save; it does not count as part of a step."""
         began_s = self._clock()
         self._save_began_s = began_s if self._save_began_s is None else self._save_began_s
         yield
         self._step_began_s += self._clock() - began_s
 
     def save_ended(self) -> None:
-        """Note the end of the save that began with the first `saving` since the previous end."""
+        """Note the end of a save, which began with the first `saving` since the previous end."""
         if self._save_began_s is not None:
             self._longest_save_s = max(self._longest_save_s, self._clock() - self._save_began_s)
         self._save_began_s = None

@@ -1,12 +1,12 @@
-"""A lock on the folder of a run's checkpoints, so that no second run deletes or overwrites what the first one saves.
+"""A lock on the folder of a run's checkpoints, so that a second run does not delete or overwrite the first one's.
 
 1. The file `run.lock` names its holder's host, process and start. The holder touches the file every few seconds and
    removes it at its end.
 2. An existing lock is taken over once its holder is provably gone. On the same host, `/proc` shows that. A job that
    Slurm has requeued knows that its earlier start has ended. Any other holder, such as one on another host of a shared
-   file system, is watched: a lock that is not touched while it is watched belongs to nobody. Clocks of two hosts are
-   never compared.
-3. A holder that was suspended for longer may lose its lock this way. It finds out before it writes (`check_held`).
+   file system, is watched: its lock is free if it is not touched for `PATIENCE_S`. Clocks of two hosts are never
+   compared.
+3. A holder that was suspended for longer may lose its lock. `check_held` detects that before each write.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 LOCK_FILE = "run.lock"
 BEAT_S = 10.0  # between two renewals
-PATIENCE_S = 120.0  # without a renewal, after which a holder whose process cannot be seen is gone
+PATIENCE_S = 120.0  # without a renewal, until a holder whose process cannot be seen counts as gone
 
 _POLL_S = 0.1
 
@@ -43,12 +43,12 @@ class Holder:
     Attributes:
         token: Unique to this holder.
         host: Name of its host.
-        pid: Its process.
+        pid: Process id of the holder.
         started: Time when it took the lock, in UTC.
-        place: Scope of its process id: the boot of its host, and the namespace of its processes.
-        process_start: Start of its process in ticks since the boot, which tells it from a later one with its id.
+        place: Scope of its process id: the host's boot and the process namespace.
+        process_start: Start of its process in ticks since the boot, which tells it from a later one with the same id.
         job: ID of its Slurm job, None without one.
-        restarts: Number of times that Slurm had requeued that job.
+        restarts: Number of times that Slurm has requeued that job.
     """
 
     token: str
@@ -62,7 +62,7 @@ class Holder:
 
     @classmethod
     def this_process(cls, environ: Mapping[str, str] = os.environ) -> Self:
-        """A holder for the current process."""
+        """Describe the current process as a holder."""
         pid = os.getpid()
         return cls(
             token=uuid.uuid4().hex,
@@ -76,11 +76,11 @@ class Holder:
         )
 
     def is_seen_by(self, other: Holder) -> bool:
-        """Whether `other` can see in `/proc` if this process runs."""
+        """Tell whether `other` can see this process in `/proc`."""
         return self.place == other.place
 
     def is_gone_for(self, other: Holder) -> bool:
-        """Whether `other` has proof that this process has ended."""
+        """Tell whether `other` has proof that this process has ended."""
         if self.is_seen_by(other):
             return _process_start(self.pid) != self.process_start
         return self.job is not None and self.job == other.job and self.restarts < other.restarts
@@ -93,10 +93,10 @@ class FolderLock:
     """Context that holds the lock of a folder.
 
     Args:
-        folder: Exists.
+        folder: An existing folder.
         me: The holder; None for this process.
         beat_s: Seconds between renewals.
-        patience_s: Seconds for which a holder is watched that cannot be seen.
+        patience_s: Seconds to watch the lock of a holder whose process cannot be seen.
 
     Raises:
         CheckpointError: On entering, another run holds the lock.
@@ -126,7 +126,7 @@ class FolderLock:
             self.path.unlink(missing_ok=True)
 
     def check_held(self) -> None:
-        """Refuse to go on without the lock; make a lock file that was removed by hand again.
+        """Refuse to go on without the lock; create the lock file again if it was removed by hand.
 
         Raises:
             CheckpointError: Another run has taken the lock, because this one was suspended.
@@ -148,7 +148,7 @@ class FolderLock:
     # -- inside
 
     def _created(self, path: Path) -> bool:
-        """Make a file that names this holder; False if it exists."""
+        """Create a file that names this holder; return False if it exists."""
         try:
             with path.open("x", encoding="utf-8") as file:
                 file.write(self._text())
@@ -159,10 +159,10 @@ class FolderLock:
         return True
 
     def _taken_over(self, content: str) -> bool:
-        """Take the lock of a holder that is gone; False if it was released or has another holder by then.
+        """Take the lock of a holder that is gone; return False if it was released or has another holder by then.
 
-        Of several runs that do this at once, the one that makes the claim file first becomes the holder. A claim is
-        renamed to the lock at once, so an old one was left by a killed run.
+        If several runs try at once, the first to create the claim file becomes the holder. A claim is renamed to the
+        lock at once, so an old claim was left by a killed run.
 
         Raises:
             CheckpointError: The holder is not gone.
@@ -188,7 +188,7 @@ class FolderLock:
         return True
 
     def _is_renewed(self, holder: Holder | None) -> bool:
-        """Watch a lock until it changes; False if it does not."""
+        """Watch a lock; return whether its holder renews it."""
         logger.warning(
             "%s is held by %s, which cannot be seen from here; waiting up to %.0f s for a sign of life",
             self.path,
@@ -231,7 +231,7 @@ class FolderLock:
         return None if state is None else state[0]
 
     def _state(self) -> tuple[str, int] | None:
-        """Contents and time of change; opening the file anew makes a network file system ask its server."""
+        """Read contents and time of change; opening the file anew makes a network file system ask its server."""
         try:
             with self.path.open(encoding="utf-8", errors="replace") as file:
                 return file.read(), os.fstat(file.fileno()).st_mtime_ns
@@ -240,7 +240,7 @@ class FolderLock:
 
 
 def _holder(content: str | None) -> Holder | None:
-    """The holder that a lock file names; None if it is unreadable."""
+    """Read the holder from a lock file's content; None if it is unreadable."""
     try:
         return Holder(**json.loads(content or ""))
     except (ValueError, TypeError):
@@ -255,7 +255,7 @@ def _place() -> str:
 
 
 def _process_start(pid: int) -> str | None:
-    """Start of a process in ticks since the boot; None if it does not run."""
+    """Return the start of a process in ticks since the boot; None if it does not run."""
     try:
         # The name, which may hold spaces and parentheses, comes before the last parenthesis.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

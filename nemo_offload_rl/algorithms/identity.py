@@ -1,7 +1,7 @@
 """The identity of a run, so that a checkpoint is not continued with another model, tokenizer or chat template.
 
-A name is not enough: a model folder can be moved, or hold other weights under its old name. So each entry has a name
-for people and a digest of contents; the digests decide if both runs have one.
+Names are not enough: a model folder can be moved, or hold other weights under its old name. So each entry has a name
+for people and a digest of its contents. If both runs have a digest, the digests decide.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     from nemo_offload_rl.keys.run_configs import RolloutConfig, SupervisedConfig
 
 type Identity = Mapping[str, Mapping[str, str]]
-"""By key of the configuration, `name` and `digest`, which is "" if the contents are not available."""
+"""The `name` and `digest` of each configuration key; the digest is "" if the contents are not available."""
 
-_NUM_TENSORS, _NUM_ELEMENTS = 256, 256  # tensors that are read, and elements of each
+_NUM_TENSORS, _NUM_ELEMENTS = 256, 256  # most tensors to read, and most elements of each
 _TEXT = "The 1st of 12,345 tests:\n\tnaïve café 世界 x_i = -3.14e-2 == f(a, b); 🙂 don't"
 _SHORT = 60
 
 
 def run_identity(config: RolloutConfig | SupervisedConfig, tokenizer: PreTrainedTokenizerBase) -> Identity:
-    """The identity of a run; empty if it saves no checkpoints.
+    """Return the identity of a run; empty if it saves no checkpoints.
 
     Args:
-        config: The run.
-        tokenizer: As loaded for it.
+        config: The run's configuration.
+        tokenizer: The run's tokenizer.
 
     Raises:
         UserError: The weights of a model folder cannot be read.
@@ -76,9 +76,10 @@ def check_identity(folder: Path, recorded: Identity, mine: Identity) -> None:
 
 
 def _weights_digest(model_name: str) -> str:
-    """Digest of a model folder's weights: all names and shapes, and some values of some tensors.
+    """Digest a model folder's weights: all names and shapes, and some values of some tensors.
 
-    It does not depend on the division among files. It is "" for a model of the hub, whose files may not be here yet.
+    The digest does not depend on how tensors are split among files. It is "" for a model of the hub, whose files may
+    not be downloaded yet.
     """
     if is_hub_name(model_name):
         return ""
@@ -97,7 +98,7 @@ def _weights_digest(model_name: str) -> str:
 
 
 def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Digest of the vocabulary, and of the tokens of a text."""
+    """Digest the vocabulary and the tokens of a text."""
     vocabulary = sorted(tokenizer.get_vocab().items())
     untyped: Any = tokenizer
     return _digest([vocabulary, tokenizer.eos_token_id, untyped.encode(_TEXT, add_special_tokens=False)])

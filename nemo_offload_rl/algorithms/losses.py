@@ -1,4 +1,4 @@
-"""Losses: GRPO's clipped policy gradient with a KL term to a reference policy, SFT's and DPO's; their reductions.
+"""Losses and their reductions: GRPO's clipped policy gradient with a KL term to a reference policy, SFT's and DPO's.
 
 GRPO: PPO's clipped ratio (arXiv 1707.06347), asymmetric clipping (DAPO, arXiv 2503.14476), the dual clip for negative
 advantages (arXiv 1912.09729), GRPO's KL term (arXiv 2402.03300), one ratio per sequence (GSPO, arXiv 2507.18071),
@@ -9,7 +9,7 @@ pitfalls in KL divergence gradient estimation for RL" (arXiv 2506.09477) for the
 lists which quantity each estimator's value and gradient estimate.
 DPO: arXiv 2305.18290, equation 7; label smoothing as in conservative DPO (E. Mitchell,
 https://ericmitchell.ai/cdpo.pdf); log-ratios averaged over tokens as in NeMo-RL's `preference_average_log_probs`.
-Metric names are NeMo-RL's if it has the same metric. Shape suffixes: B rows, S positions, P pairs.
+Metrics that NeMo-RL has too carry its names. Shape suffixes: B rows, S positions, P pairs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from nemo_offload_rl.keys.grpo import ClippedPGLossConfig
 from nemo_offload_rl.keys.supervised import DpoSectionConfig
 from nemo_offload_rl.protocols.loss import ReferenceLoss, TokenStat
 
-# As in verl: clipping and truncation act far below exp(20), whose products and squares are finite in float32.
+# As in verl: clipping and truncation act far below exp(20), and its products and squares are finite in float32.
 MAX_LOG_RATIO = 20.0
 
 
@@ -34,10 +34,10 @@ MAX_LOG_RATIO = 20.0
 class ClippedPGLoss(ReferenceLoss):
     """Policy gradient on sampled tokens, kept near the policy that sampled them and near the reference.
 
-    With `top_p` or `top_k` the policy gradient uses the distribution that tokens are drawn from, and the KL term the
-    whole vocabulary, as in NeMo-RL. Sampled tokens outside the policy's own top-k and top-p count in the KL term only
-    (NeMo-RL's `curr_logprobs_keep_mask`). The divisor of token-level means still counts them: by importance sampling
-    they contribute 0 to the mean, since the policy gives them the probability 0.
+    With `top_p` or `top_k`, the policy gradient uses the distribution that tokens are drawn from, and the KL term uses
+    the whole vocabulary, as in NeMo-RL. Sampled tokens outside the policy's top-k and top-p count in the KL term only
+    (NeMo-RL's `curr_logprobs_keep_mask`). Token-level means still divide by them: under importance sampling they
+    contribute 0, since the policy gives them probability 0.
     """
 
     settings: ClippedPGLossConfig
@@ -55,7 +55,7 @@ class ClippedPGLoss(ReferenceLoss):
     def __call__(
         self, logprobs_BS: Tensor, batch: TrainBatch, norm: LossNorm, whole_logprobs_BS: Tensor | None = None
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Loss and metrics of one micro-batch; see `ReferenceLoss`. `batch` has to be a `PolicyGradientBatch`."""
+        """Compute loss and metrics of one micro-batch; see `ReferenceLoss`. `batch` must be a `PolicyGradientBatch`."""
         assert isinstance(batch, PolicyGradientBatch), type(batch)
         mask_BS = batch.loss_mask
         reads_prev = not self.settings.force_on_policy_ratio
@@ -90,7 +90,7 @@ class ClippedPGLoss(ReferenceLoss):
         return loss, {name: value.detach() for name, value in metrics.items()}
 
     def kl_in_reward(self, prev_logprobs_BS: Tensor | None, reference_logprobs_BS: Tensor | None) -> Tensor | None:
-        """[B, S]: the KL to subtract from each token's reward (`use_kl_in_reward`); None for nothing."""
+        """Return the KL to subtract from each token's reward, [B, S] (`use_kl_in_reward`); None for nothing."""
         if not self.settings.use_kl_in_reward or prev_logprobs_BS is None or reference_logprobs_BS is None:
             return None
         return self.settings.reference_policy_kl_penalty * estimate_kl(
@@ -106,7 +106,7 @@ class ClippedPGLoss(ReferenceLoss):
         return -zero_where_masked(logprobs_BS, mask_BS).mul(mask_BS).sum() / max(norm.num_positive_tokens, 1.0)
 
     def _ratio(self, terms: _Terms, mask_BS: Tensor) -> Tensor:
-        """[B, S]: probability now over probability before the step, for each token or for its whole sequence."""
+        """Return probability now over probability before the step, [B, S], of each token or of its whole sequence."""
         log_ratio_BS = terms.logprobs - terms.prev_logprobs
         if self.settings.sequence_level_importance_ratios:
             # The same value on every token, so that the mean over the sequence's tokens is the sequence's loss.
@@ -114,7 +114,7 @@ class ClippedPGLoss(ReferenceLoss):
         return bounded(log_ratio_BS).exp()
 
     def _clip(self, terms: _Terms, ratio_BS: Tensor, advantages_BS: Tensor) -> _Clipped:
-        """The larger of clipped and unclipped loss, with the dual clip's bound for negative advantages.
+        """Take the larger of clipped and unclipped loss, with the dual clip's bound for negative advantages.
 
         CISPO weights logprobs by the clipped ratio instead; `disable_ppo_ratio` uses no weight.
         """
@@ -134,7 +134,7 @@ class ClippedPGLoss(ReferenceLoss):
         return _Clipped(torch.where(is_bounded_BS, bound_BS, loss_BS), is_clipped_BS, is_bounded_BS)
 
     def _sampler_weight(self, terms: _Terms, mask_BS: Tensor) -> _Weight:
-        """Bounded ratio of the policy's to the sampler's probability, of each token or of its whole sequence."""
+        """Return the bounded ratio of policy to sampler probability, of each token or of its whole sequence."""
         settings, log_weight_BS = self.settings, terms.prev_logprobs - terms.sampler_logprobs
         judged_BS = log_weight_BS
         if settings.sequence_level_importance_ratios:
@@ -151,7 +151,7 @@ class ClippedPGLoss(ReferenceLoss):
         return _Weight(weight_BS.masked_fill(is_out_BS, 0.0), is_out_BS)
 
     def _sampler_metrics(self, terms: _Terms, weight: _Weight, mask_BS: Tensor, norm: LossNorm) -> dict[str, Tensor]:
-        """Comparisons of policy and sampler, under NeMo-RL's names; tokens outside the nucleus count as agreeing."""
+        """Compare policy and sampler, under NeMo-RL's names; tokens outside the nucleus count as agreeing."""
         settings, now = self.settings, terms.logprobs.detach()
         prev, sampler = terms.prev_logprobs, terms.sampler_logprobs
         applied_mean_share = sequence_mean_share if settings.sequence_level_importance_ratios else token_mean_share
@@ -171,7 +171,7 @@ class ClippedPGLoss(ReferenceLoss):
         return metrics
 
     def _kl(self, terms: _Terms) -> Tensor:
-        """[B, S]: estimate of KL(policy || reference); zeros if it has no weight."""
+        """Estimate KL(policy || reference), [B, S]; zeros if its weight is 0."""
         settings = self.settings
         if settings.reference_policy_kl_penalty == 0:
             return torch.zeros_like(terms.logprobs)
@@ -214,14 +214,14 @@ class _Terms:
     """Logprobs, [B, S], 0 at tokens that do not count.
 
     Attributes:
-        mask: 1 for the tokens of the policy gradient: counted ones inside the nucleus of the policy, now and before the
+        mask: 1 for the tokens of the policy gradient: counted ones inside the policy's nucleus both now and before the
             step.
-        logprobs: Of the policy now, with gradient, over the tokens that can be drawn; 0 outside `mask`.
-        prev_logprobs: Of the policy before the step, or now without gradient if the loss does not read the former.
-        sampler_logprobs: Of the engine.
-        whole_logprobs: Of the policy now, with gradient, over the whole vocabulary, at every token of the KL term.
-        reference_logprobs: Of the reference, at every token of the KL term.
-        kl_sampler_logprobs: Of the engine at every token of the KL term.
+        logprobs: The policy's, now, with gradient, over the tokens that can be drawn; 0 outside `mask`.
+        prev_logprobs: The policy's before the step; if the loss does not read those, `logprobs` without gradient.
+        sampler_logprobs: The engine's.
+        whole_logprobs: The policy's, now, with gradient, over the whole vocabulary, at every token of the KL term.
+        reference_logprobs: The reference's, at every token of the KL term.
+        kl_sampler_logprobs: The engine's, at every token of the KL term.
     """
 
     mask: Tensor
@@ -258,7 +258,7 @@ class _Terms:
 
 
 def _extremes(name: str, values_BS: Tensor, mask_BS: Tensor) -> dict[str, Tensor]:
-    """Least and greatest counted value; +inf and -inf, which never win over other micro-batches, if none is counted."""
+    """Return the least and greatest counted value; +inf and -inf if none is, so that other micro-batches decide."""
     hidden = mask_BS == 0
     return {
         f"{name}_min": values_BS.masked_fill(hidden, float("inf")).amin(),
@@ -278,21 +278,21 @@ def estimate_kl(
     output_clamp: float | None,
     sampler_logprobs: Tensor | None = None,
 ) -> Tensor:
-    """KL(policy || reference) per token, of the shape of the inputs, with gradient through `logprobs`.
+    """Estimate KL(policy || reference) per token, in the shape of the inputs, with gradient through `logprobs`.
 
-    With r = p_reference / p_policy at a sampled token the value is -log r (k1), (log r)^2 / 2 (k2) or r - 1 - log r
+    With r = p_reference / p_policy at a sampled token, the value is -log r (k1), (log r)^2 / 2 (k2) or r - 1 - log r
     (k3). A trailing "+" keeps the value and takes the gradient of k2, which is the gradient of the divergence. A
     trailing "w" is NeMo-RL's variant: the estimate times p_policy / stop_gradient(p_policy), a weight of 1 that is
     differentiated too. For k1 and k3 this gives the gradient of the divergence, for k2 it does not.
 
     Args:
-        logprobs: Of the policy.
-        reference_logprobs: Of the reference, for the same tokens.
+        logprobs: The policy's.
+        reference_logprobs: The reference's, for the same tokens.
         estimator: "k1", "k2", "k3", "k1+", "k3+", "k1w", "k2w" or "k3w".
         input_clamp: Bound on |log r|, without gradient beyond; None for `MAX_LOG_RATIO`.
-        output_clamp: Bound on the absolute value; None for none. Without a "+" there is no gradient beyond it either.
-        sampler_logprobs: Of the sampler, if that was not the policy: estimates are weighted by p_policy / p_sampler.
-            Weights of k1, k3 and k2w are differentiated, those of k2 are not.
+        output_clamp: Bound on the absolute value; None for no bound. Without a "+" there is no gradient beyond it.
+        sampler_logprobs: The sampler's, if it was not the policy: estimates are weighted by p_policy / p_sampler.
+            The weights of k1, k3 and k2w are differentiated, the weight of k2 is not.
 
     Raises:
         ValueError: The estimator is unknown.
@@ -331,32 +331,32 @@ def bounded(log_ratio: Tensor, bound: float = MAX_LOG_RATIO) -> Tensor:
 
 
 def is_inside(logprobs_BS: Tensor) -> Tensor:
-    """[B, S] bool: tokens inside the policy's nucleus; a logprob of -inf stands for a token outside."""
+    """Mark tokens inside the policy's nucleus, [B, S] bool; a logprob of -inf stands for a token outside."""
     return logprobs_BS.detach() != -torch.inf
 
 
 def zero_where_masked(values_BS: Tensor, mask_BS: Tensor) -> Tensor:
-    """Values where the mask is not 0, else 0, so that infinities at padding reach neither loss nor gradient."""
+    """Set values to 0 where the mask is 0, so that infinities at padding reach neither loss nor gradient."""
     return values_BS.masked_fill(mask_BS == 0, 0.0)
 
 
 def token_mean_share(values_BS: Tensor, mask_BS: Tensor, norm: LossNorm) -> Tensor:
-    """Sum over counted tokens divided by the global number of them; 0 if there are none at all."""
+    """Divide the sum over counted tokens by their global number; 0 if there are none."""
     return zero_where_masked(values_BS, mask_BS).mul(mask_BS).sum() / max(norm.num_valid_tokens, 1.0)
 
 
 def sequence_mean(values_BS: Tensor, mask_BS: Tensor) -> Tensor:
-    """[B]: the mean over each sequence's counted tokens; 0 for a sequence without any."""
+    """Return the mean over each sequence's counted tokens, [B]; 0 for a sequence without any."""
     return zero_where_masked(values_BS, mask_BS).mul(mask_BS).sum(dim=1) / mask_BS.sum(dim=1).clamp(min=1.0)
 
 
 def sequence_mean_share(values_BS: Tensor, mask_BS: Tensor, norm: LossNorm) -> Tensor:
-    """Mean within each sequence, then sum over sequences divided by the global number of them."""
+    """Divide the sum of the sequences' means by the global number of sequences."""
     return sequence_mean(values_BS, mask_BS).sum() / max(norm.num_valid_seqs, 1.0)
 
 
 def constant_mean_share(values_BS: Tensor, mask_BS: Tensor, norm: LossNorm, length: float) -> Tensor:
-    """Sum over each sequence's counted tokens divided by `length`, then the mean over sequences (Dr. GRPO)."""
+    """Divide each sequence's sum over counted tokens by `length`, then average over all sequences (Dr. GRPO)."""
     total = zero_where_masked(values_BS, mask_BS).mul(mask_BS).sum()
     return total / (length * max(norm.num_valid_seqs, 1.0))
 
@@ -366,7 +366,7 @@ def constant_mean_share(values_BS: Tensor, mask_BS: Tensor, norm: LossNorm, leng
 
 @dataclass(frozen=True)
 class NLLLoss:
-    """Mean of minus the logprob over the counted tokens of the global batch."""
+    """Mean negative logprob over the counted tokens of the global batch."""
 
     @property
     def token_stat(self) -> TokenStat:
@@ -374,14 +374,14 @@ class NLLLoss:
         return TokenStat.ACCURACY
 
     def __call__(self, logprobs_BS: Tensor, batch: TrainBatch, norm: LossNorm) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Loss and metrics of one micro-batch; see `LossFn`."""
+        """Compute loss and metrics of one micro-batch; see `LossFn`."""
         loss = token_mean_share(-logprobs_BS, batch.loss_mask, norm)
         return loss, {"loss": loss.detach()}
 
 
 @dataclass(frozen=True)
 class DpoLoss:
-    """Sigmoid preference loss, plus on demand the negative log-likelihood of the better response."""
+    """Sigmoid preference loss, plus optionally the negative log-likelihood of the better response."""
 
     settings: DpoSectionConfig
 
@@ -391,7 +391,7 @@ class DpoLoss:
         return None
 
     def __call__(self, logprobs_BS: Tensor, batch: TrainBatch, norm: LossNorm) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Loss and metrics of one micro-batch of whole pairs; see `LossFn`. `batch` has to be a `PreferenceBatch`."""
+        """Compute loss and metrics of a micro-batch of whole pairs, a `PreferenceBatch`; see `LossFn`."""
         assert isinstance(batch, PreferenceBatch), type(batch)
         settings = self.settings
         sums_B, counts_B = counted_sums(logprobs_BS, batch), batch.loss_mask.sum(dim=1).clamp(min=1.0)
@@ -428,8 +428,8 @@ class DpoLoss:
 
 
 def counted_sums(logprobs_BS: Tensor, batch: TrainBatch) -> Tensor:
-    """[B] float64: the sum of the counted logprobs.
+    """Sum the counted logprobs of each row, [B] float64.
 
-    DPO subtracts two sums over thousands of tokens that differ in their last digits only, which needs float64.
+    DPO subtracts two sums over thousands of tokens that differ only in their last digits, which needs float64.
     """
     return (zero_where_masked(logprobs_BS, batch.loss_mask) * batch.loss_mask).double().sum(dim=1)

@@ -1,6 +1,6 @@
-"""Metrics that can rank checkpoints, known before a run starts. Tests hold the lists against real runs.
+"""Names of the metrics that can rank checkpoints, known before a run starts. Tests compare them with real runs.
 
-`<data set>` stands for the name of any data set of a mixture, `<part>` for one of several that a reward is made of.
+`<data set>` stands for the name of any data set of a mixture, `<part>` for the name of any part of a reward.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ def grpo_names(
     stops: bool = False,
     agents: bool = False,
 ) -> Names:
-    """Metrics of a GRPO run.
+    """List the metrics of a GRPO run.
 
     Args:
         group_size: Responses to each prompt.
         val_group_size: Responses to each validation prompt.
         dynamic_sampling: The key `grpo.use_dynamic_sampling`.
-        scores_before_training: Whether there is a logprob pass, which has a rate.
-        truncates: Whether there is a `loss_fn.truncated_importance_sampling_ratio`.
-        masks_by_error: Whether there is a `grpo.seq_logprob_error_threshold`.
-        filters: Whether there is a `grpo.rollout_filter.target`.
+        scores_before_training: There is a logprob pass.
+        truncates: `loss_fn.truncated_importance_sampling_ratio` is set.
+        masks_by_error: `grpo.seq_logprob_error_threshold` is set.
+        filters: `grpo.rollout_filter.target` is set.
         collects_ahead: The key `grpo.async_grpo.enabled`.
-        agents: Whether engines serve agents.
-        stops: Whether there is a `grpo.rollout_stop.target`.
-        positive_examples: Whether there is a `loss_fn.positive_example_nll_weight`.
+        agents: Engines serve agents.
+        stops: `grpo.rollout_stop.target` is set.
+        positive_examples: `loss_fn.positive_example_nll_weight` is set.
     """
     spreads = tuple(f"{name}_{kind}" for name in ("reward", "shaped_reward", "advantage") for kind in _SPREAD)
     return {
@@ -95,7 +95,7 @@ def grpo_names(
 
 
 def distillation_names(*, group_size: int, val_group_size: int) -> Names:
-    """Metrics of a distillation run; arguments as in `grpo_names`."""
+    """List the metrics of a distillation run; arguments as in `grpo_names`."""
     return {
         "train": (
             *(f"reward_{kind}" for kind in _SPREAD),
@@ -131,7 +131,7 @@ DPO_NAMES: Names = {
 
 
 def metric_problem(metric_name: str, names: Names) -> str | None:
-    """The reason why `checkpointing.metric_name` cannot rank checkpoints; None if it can."""
+    """Return the reason why `checkpointing.metric_name` cannot rank checkpoints; None if it can."""
     prefix, _, name = metric_name.partition(":")
     if prefix not in names:
         return f"checkpointing.metric_name is {metric_name}, which is no metric; write train:NAME or val:NAME, or null"
@@ -144,7 +144,7 @@ def metric_problem(metric_name: str, names: Names) -> str | None:
 
 
 def data_set_problem(metric_name: str | None, data_sets: Mapping[str, Iterable[str]]) -> str | None:
-    """The reason why a metric of one data set cannot rank checkpoints; None if it can, or covers all data sets.
+    """Return the reason why a metric of one data set cannot rank checkpoints; None if it can, or covers all data sets.
 
     Args:
         metric_name: The key, which passed `metric_problem`.
@@ -169,7 +169,7 @@ def data_set_problem(metric_name: str | None, data_sets: Mapping[str, Iterable[s
 
 
 def _nearest(prefix: str, name: str, names: Names) -> str | None:
-    """The metric that was probably meant: one of the same name elsewhere, or the most similar one."""
+    """Guess the metric that was meant: the same name under another prefix, or the most similar name."""
     for other, known in names.items():
         if name in known:
             return f"{other}:{name}"

@@ -1,4 +1,4 @@
-"""Rollouts of training as plain records: prompts, responses, scores, and inputs of the loss by token."""
+"""Turns rollouts of training into plain records: prompts, responses, scores, and inputs of the loss by token."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def rollout_records(
     has_prev: bool = False,
     has_reference: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """One record for each sampled rollout; `docs/reference/metrics.md` has the fields.
+    """Yield one record for each sampled rollout; `docs/reference/metrics.md` lists the fields.
 
     Args:
-        groups: Of the step.
-        rewards: [B] of the trained rollouts, after scaling and shaping.
-        advantages: [B] of the trained rollouts, the mean over the tokens of each; None without advantages.
+        groups: The step's groups.
+        rewards: [B] rewards of the trained rollouts, after scaling and shaping.
+        advantages: [B] mean advantage over the tokens of each trained rollout; None without advantages.
         batch: The trained rollouts as the loss gets them.
-        has_prev: Whether there was a logprob pass.
-        has_reference: Whether there is a reference.
+        has_prev: There was a logprob pass.
+        has_reference: There is a reference.
     """
     of_gradient = batch if isinstance(batch, PolicyGradientBatch) else None
     row_of = {id(rollout): row for row, rollout in enumerate(groups.trained.rollouts)}
@@ -68,7 +68,7 @@ def rollout_records(
 
 
 def _finite(logprobs_T: Tensor) -> list[float | None]:
-    """The values, with None for infinities, which JSON cannot represent."""
+    """Replace infinities, which JSON cannot represent, by None."""
     return [value if math.isfinite(value) else None for value in _values(logprobs_T)]
 
 
@@ -92,7 +92,7 @@ def _about(rollout: Rollout) -> dict[str, Any]:
 
 
 def score_record(rollout: Rollout) -> dict[str, Any]:
-    """Reward and correctness, None without a score, and `unscored`, the reason for no score."""
+    """Return `reward` and `correct`, None without a score, and `unscored`, the reason for a missing score."""
     has_score = rollout.unscored is None
     return {
         "reward": rollout.reward if has_score else None,
@@ -102,7 +102,7 @@ def score_record(rollout: Rollout) -> dict[str, Any]:
 
 
 def sample_lines(rollouts: RolloutBatch, num_samples: int) -> list[str]:
-    """The first responses to the first prompts as text, one a line, for a person to read."""
+    """Format the first response to each of the first prompts, one a line, for people to read."""
     return [
         f"  {_verdict(rollout)}  {rollout.prompt.text!r} -> {rollout.response_text!r}"
         f"{' (cut off)' if rollout.truncated else ''}, expected {rollout.prompt.reference_answer!r}"

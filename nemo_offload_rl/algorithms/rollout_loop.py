@@ -1,6 +1,6 @@
-"""The loop of a run with rollouts: which steps it makes, and each step's rollouts, validation, save and log.
+"""The loop of a run with rollouts: its steps, and each step's rollouts, validation, save and log.
 
-`grpo.py` and `distillation.py` have a step from top to bottom; docs/design/step.md has the memory side of it.
+`grpo.py` and `distillation.py` show a step from top to bottom; docs/design/step.md explains its use of memory.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class RolloutLoop:
         generation: The keys `policy.generation.*`.
         parts: See `RolloutParts`.
         section: The algorithm's section of the configuration.
-        bring: Has the policy enter the phase that it computes in first, once the engine sleeps.
-        shown: Metrics of a step that a person is shown, by the name that they are shown under.
+        bring: Moves the policy into its first phase of the step, once the engine sleeps.
+        shown: Metrics of a step that the user is shown, by label.
         trains_on_rewards: Rollouts without a score are not trained on.
 
     Attributes:
-        timer: Of the phases of a step.
-        engine: Asks the engine, and hands the devices over.
+        timer: Times the phases of a step.
+        engine: Alternates engine and policy on the devices.
         sampler: Draws rollouts for validation and for `draw`.
         end: Ends the run.
     """
@@ -83,8 +83,8 @@ class RolloutLoop:
         )
         self.sampler = RolloutSampler(parts, self.engine, self.timer, settings.seed)
         self._total_tokens = 0.0
-        self._last_validation: Mapping[str, float] | None = None  # of the last step, {} without one
-        self._about_data = overlong_metrics(parts.overlong_rows)  # until a step has been logged
+        self._last_validation: Mapping[str, float] | None = None  # of the last step; {} if it had none
+        self._about_data = overlong_metrics(parts.overlong_rows)  # logged with the first step
         parts.memory.follow(self.timer.current)
         self.end = RunEnd(
             parts.checkpoints,
@@ -98,11 +98,11 @@ class RolloutLoop:
     # -- the run
 
     def watching(self, last_step: int, resume_from: Checkpoint | None) -> AbstractContextManager[None]:
-        """The context that steps are made in; see `RunEnd`."""
+        """Return the context that the steps run in; see `RunEnd`."""
         return self.end.watching(0 if resume_from is None else resume_from.step, last_step)
 
     def steps(self, last_step: int, resume_from: Checkpoint | None) -> Iterator[int]:
-        """Numbers of the steps to make, after a validation at the start, or from where a checkpoint goes on."""
+        """Yield the numbers of the steps to run, after loading the checkpoint or else a validation at the start."""
         parts, step = self._parts, 0
         parts.checkpoints.warn_of_unranked(self._settings.val_period)
         if resume_from is not None:
@@ -119,7 +119,7 @@ class RolloutLoop:
                 break
 
     def end_early(self, step: int) -> None:
-        """Do for `step` what belongs to a run's last step: the data ended within the next one."""
+        """Validate and save as after a run's last step, because the data ended within the step after `step`."""
         if self._last_validation is None:
             return  # a resumed run that trained nothing
         checkpoints = self._parts.checkpoints
@@ -141,12 +141,12 @@ class RolloutLoop:
         generated: Callable[[], object] | None = None,
         sampler: RolloutSampler | None = None,
     ) -> RolloutBatch:
-        """Rollouts of a step's generation batch of the number `draw`; another thread gives a `sampler` of its own.
+        """Draw the rollouts of a step's generation batch number `draw`; other threads pass their own `sampler`.
 
-        `generated` is called when the engine has said all, before the last turn is scored.
+        `generated` is called after the last generation, before its scoring.
 
         Raises:
-            DataError: There is nothing in them to train on.
+            DataError: The rollouts have nothing to train on.
         """
         size, sampling = self._settings.num_generations_per_prompt, self._generation.sampling
         sampler = sampler or self.sampler
@@ -161,7 +161,7 @@ class RolloutLoop:
         return batch
 
     def rows_of_updates(self, rollouts: RolloutBatch) -> list[Tensor] | None:
-        """Rows of `rollouts.collate` by update, each of as many rollouts; None where a rollout is a row."""
+        """Split the rows of `rollouts.collate` into updates of as many rollouts; None if each rollout is one row."""
         owners = rollouts.row_owners()
         if len(owners) == len(rollouts):
             return None
@@ -169,10 +169,10 @@ class RolloutLoop:
         return [(update_of_row == number).nonzero()[:, 0] for number in range(int(update_of_row.max()) + 1)]
 
     def trained(self, step: int, about_step: dict[str, float], *, checks_agreement: bool = True) -> None:
-        """Log the metrics of a step's training, `num_tokens` among them; `total_tokens` is added.
+        """Log the metrics of a step's training, which include `num_tokens`, and add `total_tokens` to them.
 
         Raises:
-            AgreementError: Engine and policy are two different models.
+            AgreementError: Engine and policy disagree too much to be the same model.
         """
         self._total_tokens += about_step["num_tokens"]
         about_step["total_tokens"] = self._total_tokens
@@ -186,21 +186,21 @@ class RolloutLoop:
             raise AgreementError(message)
 
     def validate_if_due(self, step: int, *, is_last: bool) -> Mapping[str, float]:
-        """Answer held-out prompts with the present weights; the metrics, empty where that is not due."""
+        """Validate on held-out prompts with the present weights; return the metrics, empty if validation is not due."""
         self._last_validation = self._validate(step) if self._validation_is_due(step, is_last=is_last) else {}
         return self._last_validation
 
     def save_if_due(self, step: int, validation: Mapping[str, float], *, is_last: bool) -> None:
-        """Save the step with the metrics of its validation."""
+        """Save the step with the metrics of its validation, if a save is due."""
         if self.end.save_is_due(step, is_last):
             self._save(validation)
 
     @contextmanager
     def ending_step(self, step: int, about_step: Mapping[str, float]) -> Generator[None]:
-        """The save of a step; afterwards seconds and memory are logged, and the step is shown."""
+        """Wrap the save of a step; afterwards log seconds and memory, and show the step."""
         try:
             yield
-        finally:  # the metrics of the step are there to find the cause of a save that fails
+        finally:  # also after a failed save, since the metrics may show its cause
             seconds = self.timer.drain()
             self._logger.log(step, timing_metrics(seconds), "timing")
             self._logger.log(step, self._parts.memory.drain(step + 1), "memory")
@@ -242,5 +242,5 @@ class RolloutLoop:
 
 
 def _accuracy(metrics: Mapping[str, float]) -> dict[str, str]:
-    """For a person; nothing where no rollout has a score."""
+    """Format the accuracy for display; {} if no rollout has a score."""
     return {"accuracy": f"{metrics['accuracy']:.1%}"} if "accuracy" in metrics else {}

@@ -1,17 +1,17 @@
 """The end of a run: its causes, the last save, its last line and its exit status.
 
 A run ends after its last step, at `checkpointing.checkpoint_must_save_by`, by an error, or by one of `STOP_SIGNALS`.
-Every end completes a save that has begun and saves the last finished step, unless it is on disk already, a key forbids
-it, or the state cannot be saved:
+Every end completes a save that has begun. It also saves the last finished step, unless it is on disk already, a key
+forbids it, or the state cannot be saved:
 
 | when the run ends | the policy's state | saved |
 |---|---|---|
-| before the first step has ended | that of the start | nothing |
-| between steps; while rollouts are generated and scored; in passes without an update | the last finished step's | it |
-| from the first update of a step to the last | partly updated | nothing, if an error broke it off |
-| after the last update of a step, validation among it | this step's | it |
+| before the end of the first step | initial | nothing |
+| between steps; during rollouts; in passes without an update | of the last finished step | the last finished step |
+| between the first and the last update of a step, by an error | partly updated | nothing |
+| after the last update of a step, such as in validation | of this step | this step |
 
-A signal never breaks off an update or a save: it waits for their end.
+A signal never interrupts an update or a save.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from nemo_offload_rl.utils.cli import STOP_SIGNALS, LastLine
 
 logger = logging.getLogger(__name__)
 
-# `timeout`, srun and a shell's trap may each pass the same signal on.
+# `timeout`, srun and a shell's trap may each forward the same signal.
 _REPEAT_S = 1.0
 _NUDGE_S = 0.2
 
@@ -44,19 +44,19 @@ _NUDGE_S = 0.2
 class StopSignals:
     """Handles signals that ask the run to stop, in a `with` block of the main thread.
 
-    The first one is only noted, so that the current step can end. After `grace_s`, `KeyboardInterrupt` interrupts the
-    main thread as soon as `may_break_off` permits. A second signal raises it at once. A signal that the process was
-    started to ignore, as under `nohup`, stays ignored.
+    The first signal is only noted, so that the current step can end. After `grace_s`, `KeyboardInterrupt` interrupts
+    the main thread as soon as `may_break_off` permits. A second signal raises `KeyboardInterrupt` at once. Signals
+    that the process ignored from its start, as under `nohup`, stay ignored.
 
     Args:
         grace_s: Seconds for the current step.
-        may_break_off: Called in the main thread, between two of its instructions.
+        may_break_off: Tells whether the main thread may be interrupted; called in its signal handler.
 
     Attributes:
-        received: The signal that stops the run; None while there is none.
+        received: The first signal; None before it.
         is_urgent: A second signal has come.
-        has_broken_off: `KeyboardInterrupt` was raised; a library that it passes through may turn it into another error.
-        grace_is_over: The time of the current step is over.
+        has_broken_off: `KeyboardInterrupt` was raised; libraries on its way may turn it into another error.
+        grace_is_over: `grace_s` seconds have passed since the first signal.
     """
 
     def __init__(self, grace_s: float, may_break_off: Callable[[], bool]) -> None:
@@ -87,7 +87,7 @@ class StopSignals:
         self.begin_ending()
 
     def begin_ending(self) -> None:
-        """Note the end of the current step: from here on only a second signal interrupts the main thread."""
+        """Mark the end of the current step: from now on only a second signal interrupts the main thread."""
         self._is_ending = True
         self._wakes.put(True)
 
@@ -141,11 +141,11 @@ class RunEnd:
     Args:
         checkpoints: Saves, by the keys `checkpointing.*`.
         policy: The policy to save.
-        run_dir: Folder of metrics, for the last line.
-        say: Shows a line to a person.
-        waits_for_rollouts: Whether the main thread generates or scores rollouts now, which may be interrupted.
-        make_room: Called before a save in the middle of a step: waits for other threads, and ends the engines if the
-            weights are exported, which needs them on the devices.
+        run_dir: Folder of metrics, named in the last line.
+        say: Shows a line to the user.
+        waits_for_rollouts: Tells whether the main thread generates or scores rollouts, which may be interrupted.
+        make_room: Called before a save in the middle of a step. It waits for other threads. If the weights are
+            exported, which needs them on the devices, it also ends the engines.
     """
 
     def __init__(
@@ -168,9 +168,9 @@ class RunEnd:
         self._signals = StopSignals(self._settings.grace_s, self._may_break_off)
         self._deadline = SaveDeadline(self._settings.checkpoint_must_save_by, self._settings.grace_s)
         self._finished: _Finished | None = None
-        self._saved_step = 0  # on disk
-        self._begun_step = 0  # its save has begun, and may have ended
-        self._is_between = False  # the updates of a step are done, which `trained` has not reported yet
+        self._saved_step = 0  # last step on disk
+        self._begun_step = 0  # last step whose save has begun
+        self._is_between = False  # a step's updates are done, but `trained` has not been called yet
         self._is_saving = False
         self._is_stopping = False
 
@@ -178,15 +178,15 @@ class RunEnd:
 
     @contextmanager
     def watching(self, step: int, last_step: int) -> Generator[None]:
-        """The loop; its end saves what is not saved, and raises what gives the process its exit status.
+        """Wrap the loop; at its end save what is not saved, and raise the exception that sets the exit status.
 
         Args:
-            step: Done already, and on disk.
-            last_step: The run's last.
+            step: Last step that is done and on disk already.
+            last_step: The run's last step.
 
         Raises:
             KeyboardInterrupt: SIGINT has stopped the run.
-            SystemExit: Another signal has, with status 128 + its number.
+            SystemExit: Another signal has stopped the run; the status is 128 + its number.
         """
         self._saved_step = self._begun_step = step
         self._deadline.start()
@@ -200,25 +200,25 @@ class RunEnd:
 
     @contextmanager
     def updating(self) -> Generator[None]:
-        """Wrap the policy's updates of a step; afterwards its state is that of the step that `trained` reports."""
+        """Wrap the policy's updates of a step; the caller then reports the step with `trained`."""
         if self._signals.grace_is_over:
             raise KeyboardInterrupt
-        yield  # if it raises, the workers know whether they have updated anything
+        yield  # if this raises, the workers know whether they have updated anything
         self._finished, self._is_between = None, True
 
     def trained(self, step: int, loader: LoaderState, metrics: Mapping[str, float]) -> None:
         """Report that the updates of a step are done.
 
         Args:
-            step: Its number.
+            step: Number of the step.
             loader: Position in the data.
-            metrics: Of its training, with `total_tokens`.
+            metrics: Metrics of the step's training, with `total_tokens`.
         """
         self._finished = _Finished(step, loader, {"train": metrics, "val": {}})
         self._is_between = False
 
     def save_is_due(self, step: int, is_last: bool) -> bool:
-        """Whether a checkpoint belongs to this step; called once a step, before its save."""
+        """Tell whether a checkpoint belongs to this step; called once a step, before its save."""
         self._deadline.step_done()
         return self._checkpoints.is_due(step, is_last or self._deadline.reached)
 
@@ -226,7 +226,7 @@ class RunEnd:
         """Save the last trained step with its validation metrics; return the reason if it cannot be saved, else None.
 
         Raises:
-            CheckpointError: It cannot be written, or the previous save could not.
+            CheckpointError: This save or the previous one failed.
         """
         finished = self._finished
         assert finished is not None, "no step was trained"
@@ -243,7 +243,7 @@ class RunEnd:
         return None
 
     def step_done(self, step: int, last_step: int) -> bool:
-        """Complete a save that has been written by now, and tell whether the run ends with this step.
+        """Complete a save that is written by now, and tell whether the run ends with this step.
 
         Raises:
             CheckpointError: The save could not be written.
@@ -286,7 +286,7 @@ class RunEnd:
             self._deadline.save_ended()
 
     def _end(self, error: BaseException | None) -> None:
-        """Save the rest, and report; if a signal stops the run, raise the exception of its exit status."""
+        """Save the last finished step and report; if a signal stopped the run, raise its exception."""
         self._signals.begin_ending()
         try:
             trouble = "a second signal came" if self._signals.is_urgent else self._save_what_is_left(error)
@@ -309,7 +309,7 @@ class RunEnd:
             error.add_note(LastLine(line))
 
     def _save_what_is_left(self, error: BaseException | None) -> str | None:
-        """Complete a save that has begun and save the last finished step; return the reason if one is not on disk."""
+        """Complete a save that has begun and save the last finished step; return the reason if one is not saved."""
         if isinstance(error, CheckpointError):
             return "the save failed" if self._unsaved else None
         if not self._checkpoints.is_saving and (self._unsaved is None or not self._settings.enabled):

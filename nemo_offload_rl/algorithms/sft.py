@@ -20,10 +20,10 @@ class SftRecipe:
 
     Attributes:
         examples: Tokenized data.
-        decode: Token ids to text.
-        pad_id: Fills rows up.
+        decode: Turns token ids into text.
+        pad_id: Token id of padding.
         width_multiple: Rows are padded to a multiple of this many tokens.
-        loss: What is minimised.
+        loss: The loss to minimise.
     """
 
     examples: Splits[Example]
@@ -50,7 +50,7 @@ class SftRecipe:
         return self.examples.validation[item].data_set
 
     def begin(self, policy: Policy) -> None:
-        """Nothing to ask."""
+        """Do nothing: SFT has no reference."""
 
     def batch(self, items: Sequence[int], *, validation: bool) -> TrainBatch:
         source = self.examples.validation if validation else self.examples.train

@@ -1,8 +1,8 @@
-"""The loop of SFT and DPO: batches of given data, one update each. What differs between the two is a `Recipe`.
+"""The loop of SFT and DPO: batches of given data, one update each. A `Recipe` holds the differences between the two.
 
 One step, in order:
 1. data: the next rows of the loader become a batch;
-2. reference_logprobs: what the loss reads of the frozen reference (DPO only);
+2. reference_logprobs: logprobs of the frozen reference (DPO only);
 3. training: forward, backward and the optimizer step of one global batch;
 4. validation, when due: the loss on held-out data; a checkpoint, when due.
 """
@@ -28,78 +28,78 @@ from nemo_offload_rl.utils.timer import PhaseTimer, timing_metrics
 
 
 class Recipe(Protocol):
-    """Data and loss of one algorithm. Items are counted from 0 in each of the two parts of the data."""
+    """Data and loss of one algorithm. Items are numbered from 0, separately for training and validation."""
 
     @property
     def num_train_items(self) -> int:
-        """Items to train on."""
+        """Number of items to train on."""
         ...
 
     @property
     def num_validation_items(self) -> int:
-        """Items kept aside."""
+        """Number of validation items."""
         ...
 
     @property
     def overlong_rows(self) -> Mapping[str, int]:
-        """Rows for training that are longer than the limit, by data set."""
+        """Number of training rows that are longer than the limit, by data set."""
         ...
 
     def validation_set(self, item: int) -> str:
-        """The data set that an item kept aside is of."""
+        """Return the data set of a validation item."""
         ...
 
     @property
     def rows_per_item(self) -> int:
-        """Rows of a batch that one item takes."""
+        """Number of rows of a batch that one item takes."""
         ...
 
     @property
     def loss(self) -> LossFn:
-        """What is minimised."""
+        """The loss to minimise."""
         ...
 
     @property
     def needs_reference(self) -> bool:
-        """Whether `complete` asks the policy for logprobs of the reference."""
+        """Tells whether `complete` asks the policy for logprobs of the reference."""
         ...
 
     def begin(self, policy: Policy) -> None:
-        """Ask the policy what only its initial weights can tell; called before a checkpoint is loaded."""
+        """Compute what needs the policy's initial weights; called before a checkpoint is loaded."""
         ...
 
     def batch(self, items: Sequence[int], *, validation: bool) -> TrainBatch:
-        """Items as tensors."""
+        """Collate items into tensors."""
         ...
 
     def complete(self, policy: Policy, batch: TrainBatch, items: Sequence[int], *, validation: bool) -> TrainBatch:
-        """The batch with what the loss reads of the reference."""
+        """Add the reference's values that the loss reads to the batch."""
         ...
 
     def weight(self, batch: TrainBatch) -> float:
-        """What the loss of a batch is a mean over: how much the batch counts in a mean over several."""
+        """Return the batch's weight in a mean over batches: the number of tokens or pairs that its loss averages."""
         ...
 
     def data_metrics(self, batch: TrainBatch, training_s: float) -> dict[str, float]:
-        """Sizes of the batch, and rates from the seconds of its training."""
+        """Return sizes of the batch, and rates from the seconds of its training."""
         ...
 
     def validation_metrics(self, means: Mapping[str, float]) -> dict[str, float]:
-        """What a validation reports, from the means over its batches."""
+        """Turn the means over a validation's batches into its metrics."""
         ...
 
     def figures(self, metrics: Mapping[str, float]) -> dict[str, str]:
-        """What a person sees of the metrics of a step, or of a validation, by name."""
+        """Format the metrics of a step or validation that the user sees, by name."""
         ...
 
     def sample_lines(self, num_samples: int) -> Iterator[str]:
-        """The first items of the validation data, or else of the training data, as text."""
+        """Yield the first validation items as text, or training items if there are none."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedParts:
-    """What a run is made of; `runs/supervised.py` builds it."""
+    """Parts of an SFT or DPO run; `runs/supervised.py` builds them."""
 
     policy: Policy
     recipe: Recipe
@@ -116,7 +116,7 @@ class SupervisedTrainer:
         settings: The keys that `sft.*` and `dpo.*` share.
         parts: Policy, data and loss.
         run_logger: Gets every metric.
-        progress: Shows steps to a person.
+        progress: Shows steps to the user.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class SupervisedTrainer:
         self._progress = progress
         self._timer = PhaseTimer()
         self._total_tokens = 0.0
-        self._about_data = overlong_metrics(parts.recipe.overlong_rows)  # until a step has been logged
+        self._about_data = overlong_metrics(parts.recipe.overlong_rows)  # logged with the first step
         parts.memory.follow(self._timer.current)
         self._end = RunEnd(parts.checkpoints, parts.policy, run_logger.run_dir, say=progress.note)
 
@@ -137,7 +137,7 @@ class SupervisedTrainer:
 
         Args:
             last_step: Number of the last step, from 1.
-            resume_from: Where to go on; None starts with the first step.
+            resume_from: Checkpoint to continue; None starts with the first step.
         """
         step = 0 if resume_from is None else resume_from.step
         with self._end.watching(step, last_step):
@@ -166,7 +166,7 @@ class SupervisedTrainer:
             self._logger.commit()
 
     def step(self, step: int, is_last: bool) -> None:
-        """One step of the file header."""
+        """Run one step: data, reference logprobs, training, validation, saving."""
         parts, timer = self._parts, self._timer
         with timer.phase("data"):
             items = next(parts.loader)
@@ -190,7 +190,7 @@ class SupervisedTrainer:
             if self._end.save_is_due(step, is_last):
                 with timer.phase("checkpoint"):
                     self._end.save(validation)
-        finally:  # the metrics of the step are there to find the cause of a save that fails
+        finally:  # also after a failed save, since the metrics may show its cause
             seconds = timer.drain()
             self._logger.log(step, timing_metrics(seconds), "timing")
             self._logger.log(step, parts.memory.drain(step + 1), "memory")
@@ -199,7 +199,7 @@ class SupervisedTrainer:
         self._progress.step_done(step, parts.recipe.figures(about_step), seconds)
 
     def validate(self, step: int) -> dict[str, float]:
-        """Means over the validation data under the present weights, and of each data set; logs and returns them."""
+        """Validate the present weights; log and return the means over all data and over each data set."""
         recipe, policy = self._parts.recipe, self._parts.policy
         micro_batch_size = self._settings.val_micro_batch_size * recipe.rows_per_item
         whole, by_set = _Mean(), dict[str, _Mean]()
@@ -229,7 +229,7 @@ class SupervisedTrainer:
             return recipe.complete(policy, batch, items, validation=validation)
 
     def _validation_items(self) -> Iterator[tuple[str, Sequence[int]]]:
-        """The first items kept aside, in batches of one data set each, with its name."""
+        """Yield the first validation items in batches of one data set each, with the data set's name."""
         size, num_items = self._settings.val_global_batch_size, self._parts.recipe.num_validation_items
         by_set: dict[str, list[int]] = {}
         for item in range(min(num_items, (self._settings.val_batches or num_items) * size)):
@@ -245,7 +245,7 @@ class SupervisedTrainer:
 
 
 class _Mean:
-    """The mean of several batches that count by their weights; 0 where none of them has a row that counts."""
+    """Weighted mean over batches; 0 if all weights are 0."""
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}

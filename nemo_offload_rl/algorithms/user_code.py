@@ -31,7 +31,7 @@ class GrpoCode:
     Attributes:
         loss: Replaces the clipped loss.
         adv_estimator: A function `(rewards, ...) -> advantages`; see `advantages`.
-        rollout_filter: A function of the rollouts of a group that tells for each whether it is trained on.
+        rollout_filter: A function of a group's rollouts that returns for each whether it is trained on.
         rollout_stop: A function of a response and the environment's reply that tells whether the rollout ends there.
     """
 
@@ -45,7 +45,7 @@ class GrpoCode:
         """Import and check the code that the keys name.
 
         Raises:
-            UserCodeError: It cannot be used.
+            UserCodeError: The code cannot be used.
         """
         example, names = example_batch(PolicyGradientBatch), ("loss", "actor_loss")
         made = GrpoCode(
@@ -63,12 +63,12 @@ class GrpoCode:
         return made
 
     def stopped(self, response: Response, observation: Observation) -> Score | Unscored | None:
-        """The score of a rollout that the user's function ends; None if it goes on.
+        """Return the score of a rollout if the user's function ends it, else None.
 
         The function returns False to go on, True to end with the observation's fallback score, or a `Score`.
 
         Raises:
-            UserCodeError: It fails, or returns another value.
+            UserCodeError: The function fails, or returns another value.
         """
         code = self.rollout_stop
         if code is None:
@@ -87,17 +87,17 @@ class GrpoCode:
         return observation.otherwise if found else None
 
     def advantages(self, rollouts: RolloutBatch, rewards_PG: Tensor, mask_BS: Tensor) -> Tensor | None:
-        """[B, S] by the user's function; None without one.
+        """Compute advantages [B, S] with the user's function; None without one.
 
-        The function gets, by name, those of these arguments that it has parameters for (P prompts, G responses to each,
+        The function gets, by name, the arguments that it has parameters for (P prompts, G responses to each,
         B = P * G): `rewards` [P, G] float32 after scaling and shaping (NaN without a score), `scored` [P, G] bool,
-        `parts` of rewards before weights, a mapping of names to [P, G] (NaN for a rollout without the part), `correct`
+        `parts` (rewards before weights, a mapping of names to [P, G], NaN for a rollout without the part), `correct`
         and `truncated` [P, G] bool, `lengths` [P, G] of the responses in tokens, `mask` [B, S] of counted tokens. It
-        returns [P, G], or [B, S] by token. In a group with an unscored rollout, advantages that are NaN (from a mean
-        over all rewards, for example) become 0, so that the group is not trained on.
+        returns [P, G], or [B, S] by token. In a group with an unscored rollout, NaN advantages (from a mean over all
+        rewards, for example) become 0, so that these rollouts are not trained on.
 
         Raises:
-            UserCodeError: It fails, or returns another value.
+            UserCodeError: The function fails, or returns another value.
         """
         code = self.adv_estimator
         if code is None:
@@ -132,10 +132,10 @@ class GrpoCode:
         return found.masked_fill(~(found.isfinite() & in_rows(scored_PG, mask_BS, owners)), 0.0)
 
     def kept(self, rollouts: RolloutBatch) -> Tensor | None:
-        """[B] float32: 0 for rollouts that the user's function leaves out of the loss; None without a function.
+        """Return a mask [B] float32, 0 for rollouts that the user's function leaves out; None without a function.
 
         Raises:
-            UserCodeError: It fails, or does not return one boolean for each rollout.
+            UserCodeError: The function fails, or does not return one boolean for each rollout.
         """
         code = self.rollout_filter
         if code is None:
@@ -163,15 +163,15 @@ def _named(key: str, section: OwnCodeConfig | None) -> UserCode | None:
 
 @dataclass(frozen=True)
 class UserLoss:
-    """A function `(logprobs, batch, norm) -> loss` or `-> (loss, metrics)`.
+    """A user's function `(logprobs, batch, norm) -> loss` or `-> (loss, metrics)`.
 
-    It is pickled by value, so that policy workers on other hosts need not have its file. All metrics of the algorithm's
+    It is pickled by value, so that policy workers on other hosts do not need its file. All metrics of the algorithm's
     own loss are measured too.
 
     Attributes:
         code: The function.
         standard: The algorithm's own loss.
-        names: Metrics that are the value of the function's loss.
+        names: Metrics that report the value of the function's loss.
     """
 
     code: UserCode
@@ -182,10 +182,10 @@ class UserLoss:
     def load(
         section: OwnCodeConfig | None, standard: LossFn, example: TrainBatch, names: tuple[str, ...] = ("loss",)
     ) -> UserLoss | None:
-        """The loss that `loss_fn.target` names, tried on a batch; None if it names none.
+        """Load the loss that `loss_fn.target` names and try it on a batch; None if it names none.
 
         Raises:
-            UserCodeError: It cannot be used.
+            UserCodeError: The loss cannot be used.
         """
         if section is None or section.target is None:
             return None
@@ -199,10 +199,10 @@ class UserLoss:
         return self.standard.token_stat
 
     def check(self, batch: TrainBatch) -> None:
-        """Try it on a small batch, such as `example_batch`.
+        """Try the function on a small batch, such as `example_batch`.
 
         Raises:
-            UserCodeError: It cannot be called, fails, or returns no loss with a gradient.
+            UserCodeError: The function cannot be called, fails, or returns no finite loss with a gradient.
         """
         self.code.check_positional(("logprobs", "batch", "norm"))
         size = batch.token_mask.numel()
@@ -243,7 +243,7 @@ class UserLoss:
 
 
 def _inside_nucleus(logprobs_BS: Tensor, batch: TrainBatch) -> tuple[Tensor, TrainBatch]:
-    """Logprobs and batch with tokens outside the policy's nucleus masked, so that a function gets no infinity."""
+    """Mask tokens outside the policy's nucleus in logprobs and batch, so that a function gets no infinity."""
     is_inside_BS = is_inside(logprobs_BS)
     if isinstance(batch, PolicyGradientBatch):
         is_inside_BS = is_inside_BS & is_inside(batch.prev_logprobs)
@@ -253,7 +253,7 @@ def _inside_nucleus(logprobs_BS: Tensor, batch: TrainBatch) -> tuple[Tensor, Tra
 
 
 def example_batch(kind: type[TrainBatch]) -> TrainBatch:
-    """Two short rows as a loss gets them: GRPO's `PolicyGradientBatch`, a pair of DPO, or SFT's batch."""
+    """Make a batch of two short rows: GRPO's `PolicyGradientBatch`, a pair of DPO, or SFT's batch."""
     mask_BS = torch.tensor([[0.0, 1.0, 1.0, 0.0], [0.0, 0.0, 1.0, 1.0]])
     plain = TrainBatch(
         input_ids=torch.ones(2, 4, dtype=torch.int64),
@@ -277,7 +277,7 @@ def example_batch(kind: type[TrainBatch]) -> TrainBatch:
 
 
 def kind_of(value: object) -> str:
-    """Type of a value that a user's function returned, for messages."""
+    """Describe the type of a value that a user's function returned, for messages."""
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
