@@ -1,4 +1,4 @@
-"""Runs on-policy distillation; `rollouts.py` builds what every run with rollouts is made of."""
+"""Runs on-policy distillation; `rollouts.py` builds the parts of every run with rollouts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def run_distillation(config: DistillationConfig) -> None:
     """Run on-policy distillation from a checked configuration.
 
     Raises:
-        UserError: Something that the user can fix; a worker that died is one too.
+        UserError: The user can fix the cause, or a worker died.
     """
     check_model(config.teacher_worker.model)
     check_vocabularies(config)
@@ -30,10 +30,10 @@ def run_distillation(config: DistillationConfig) -> None:
 
 
 def check_vocabularies(config: DistillationConfig) -> None:
-    """Student and teacher number the same tokens in the same way, as many of them.
+    """Check that student and teacher have the same vocabulary with the same token ids.
 
     Raises:
-        ConfigError: They do not, or the top-k is larger than the vocabulary.
+        ConfigError: They differ, or the top-k is larger than the vocabulary.
     """
     names = (config.policy.model_name, config.teacher.model_name)
     overrides = (config.policy.hf_config_overrides, config.teacher.hf_config_overrides)

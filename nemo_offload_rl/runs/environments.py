@@ -1,4 +1,4 @@
-"""The environments of a GRPO run: those of this package by their names, and those of a user's by `target`."""
+"""The environments of a run with rollouts: built-in ones by name, a user's own by `target`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nemo_offload_rl.keys.data import BUILT_IN, EnvConfig
 from nemo_offload_rl.targets import UserCode
 
 type CodeOfEnvironments = Mapping[str, Sequence[UserCode]]
-"""The code of each environment of a user's, by name."""
+"""The code of each of the user's environments, by name."""
 
 logger = logging.getLogger(__name__)
 
@@ -30,16 +30,16 @@ _SPELLINGS = re.compile(r"%|^\s*-?\d+\.0*\s*$")  # percentages, and whole number
 def load_code(
     settings: Mapping[str, EnvConfig], given: Mapping[str, Any] | None = None, *, has_endpoint: bool = False
 ) -> dict[str, Sequence[UserCode]]:
-    """Import what `env.*.target` names.
+    """Import the code that `env.*.target` names.
 
     Args:
         settings: The keys `env.*`.
-        given: Rewards, lists of rewards and environments that Python code gave, by name, in place of those.
-        has_endpoint: Whether the engines serve what agents talk to.
+        given: Rewards, lists of rewards or environments from Python code, by name, which replace the targets.
+        has_endpoint: Whether the engines serve agents over HTTP.
 
     Raises:
         UserCodeError: An import failed.
-        ConfigError: An environment is neither built in nor a user's, or is an agent that would have nobody to talk to.
+        ConfigError: An environment is neither built in nor a user's, or is an agent without an endpoint.
     """
     code: dict[str, Sequence[UserCode]] = {}
     if not isinstance(given, Mapping | None):
@@ -73,15 +73,15 @@ def load_code(
 def open_environments(
     settings: Mapping[str, EnvConfig], code: CodeOfEnvironments, prompts: Splits[Prompt]
 ) -> Iterator[dict[str, Environment | AgentEnvironment]]:
-    """The environments by name, for the `with` block.
+    """Make the environments, by name, for the `with` block.
 
     Args:
         settings: The keys `env.*`.
         code: From `load_code`.
-        prompts: All that will be asked: a user's reward may ask for the columns of their rows.
+        prompts: All prompts of the run; a user's reward may ask for the columns of their rows.
 
     Raises:
-        UserCodeError: A user's environment cannot be made, or asks for what it does not get.
+        UserCodeError: A user's environment cannot be made, or asks for an argument that it does not get.
         DataError: A data set has no answer that a response could equal.
     """
     environments: dict[str, Environment | AgentEnvironment] = {}
@@ -142,7 +142,7 @@ def _check_agent(name: str, section: EnvConfig, *, has_endpoint: bool) -> None:
 
 
 def _check_references(name: str, environment: ReferenceChecker, prompts: Splits[Prompt]) -> None:
-    """Check each answer of the data against itself, and warn of those that can never be right, by data set."""
+    """Check each answer of the data against itself; warn of answers that no response can match, by data set."""
     by_set: dict[str, list[str]] = {}
     for prompt in (*prompts.train, *prompts.validation):
         if prompt.env_name == name:
@@ -171,6 +171,6 @@ def _check_references(name: str, environment: ReferenceChecker, prompts: Splits[
 
 
 def _columns(name: str, prompts: Splits[Prompt]) -> set[str]:
-    """Those that all rows have whose responses an environment scores."""
+    """Return the columns that all rows of an environment have."""
     rows = [prompt.metadata for prompt in (*prompts.train, *prompts.validation) if prompt.env_name == name]
     return set(rows[0]).intersection(*rows[1:]) if rows else set()

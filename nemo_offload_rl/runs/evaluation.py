@@ -1,9 +1,9 @@
-"""Evaluation of a model: the engine alone samples responses, environments score them.
+"""Evaluates a model: the engine samples responses, environments score them.
 
 1. Configuration, model folder and data are checked before Ray starts.
 2. The engine loads the model's own weights; there is no policy and no refit.
-3. Prompts are asked in batches: `num_tests_per_prompt` responses to each, and a greedy one where it is asked for.
-4. Results are printed and written with all responses and a page.
+3. Prompts are asked in batches: `num_tests_per_prompt` responses to each, and a greedy one with `eval.greedy`.
+4. Results are printed, and written with all responses and an HTML page.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ RESULTS_FILE, RESPONSES_FILE = "results.json", "responses.jsonl"
 
 type Generate = Callable[[Sequence[Sequence[int]], SamplingSettings, int], list[list[Completion]]]
 type Results = dict[str, dict[str, float | None]]
-"""Metrics by data set; `all` has those of all prompts together. None where no response has the score that it needs."""
+"""Metrics by data set, and over all prompts under `all`; a metric is None if no response has the score it needs."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Sampled responses: groups of `num_tests_per_prompt`, one greedy response to each prompt or none; if they vote."""
+    """Sampled responses in groups of `num_tests_per_prompt`, and maybe greedy ones; with `votes`, answers are counted."""
 
     sampled: RolloutBatch
     greedy: RolloutBatch | None
     votes: bool = False
 
     def results(self, k: int) -> Results:
-        """Metrics of each data set, and of all where there are several."""
+        """Return metrics by data set, and over all data sets if there are several."""
         names = list(dict.fromkeys(rollout.prompt.data_set for rollout in self.sampled.rollouts))
         found = {name: self._metrics(name, k) for name in names}
         return found if len(names) == 1 else {ALL: self._metrics(None, k), **found}
@@ -81,7 +81,7 @@ class Evaluation:
 
 @contextmanager
 def _own_keys() -> Iterator[None]:
-    """Name an evaluation's keys in errors of code that training shares, such as `tokenizer.name`."""
+    """Replace training's key names by an evaluation's, such as `tokenizer.name`, in errors of shared code."""
     try:
         yield
     except UserError as error:
@@ -95,7 +95,7 @@ def run_eval(config: EvalConfig) -> Results:
     """Evaluate a model from a checked configuration.
 
     Raises:
-        UserError: Something that the user can fix.
+        UserError: The user can fix the cause.
     """
     if config.eval.save_path is not None:
         with _writing(Path(config.eval.save_path)) as folder:  # before hours of sampling
@@ -136,7 +136,7 @@ def evaluate(
     environments: Mapping[str, Environment],
     decode: Decode,
 ) -> Evaluation:
-    """Ask all prompts, batch by batch, and have the responses scored; rollouts have one turn."""
+    """Ask all prompts, batch by batch, and score the responses; rollouts have one turn."""
     size, seed = config.generation.num_prompts_per_step or len(prompts), config.eval.seed
     num, seeded = config.eval.num_tests_per_prompt, config.generation.vllm_cfg.per_request_seeds
     turns = Turns(max_turns=1, max_tokens=config.engine.max_model_len, encode=lambda observation, response: ())
@@ -151,7 +151,7 @@ def evaluate(
     greedy: list[RolloutBatch] = []
     for start in range(0, len(prompts), size):
         batch = prompts[start : start + size]
-        # The response's place decides its seed: other batches or engines draw the same.
+        # A response's seed depends only on its place: batch sizes and engines do not change the draws.
         place = seed * 2**32 + start * num if seeded else None
         sampled.append(ask(batch, replace(config.generation.sampling(greedy=False), seed=place), num))
         if config.eval.greedy:
@@ -169,7 +169,7 @@ def evaluate(
 
 @contextmanager
 def evaluation_engine(config: EvalConfig) -> Iterator[RayGenerationEngine]:
-    """The engines, on all devices of `cluster`, for the `with` block; each has the model's weights."""
+    """Start engines with the model's weights on all devices of `cluster`, for the `with` block."""
     from nemo_offload_rl.distributed.generation_engine import RayGenerationEngine
     from nemo_offload_rl.distributed.virtual_cluster import cluster_session
 
@@ -180,7 +180,7 @@ def evaluation_engine(config: EvalConfig) -> Iterator[RayGenerationEngine]:
 
 
 def render(results: Results) -> str:
-    """A table: one column for each data set."""
+    """Render results as a text table with one column for each data set."""
     names = list(results)
     rows = [["", *names]]
     rows += [[metric, *(_text(metric, results[name][metric]) for name in names)] for metric in results[names[0]]]
@@ -212,7 +212,7 @@ def write_evaluation(folder: Path, config: EvalConfig, evaluation: Evaluation, r
     with _writing(folder):
         summary = {"model": config.engine.model_name, "results": results, "config": config.resolved}
         (folder / RESULTS_FILE).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        # A lone surrogate, which UTF-8 does not have, becomes its escape, which JSON has.
+        # UTF-8 cannot encode a lone surrogate; its escape is valid JSON.
         with (folder / RESPONSES_FILE).open("w", encoding="utf-8", errors="backslashreplace") as file:
             file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         (folder / "index.html").write_text(page, encoding="utf-8", errors="backslashreplace")
@@ -221,7 +221,7 @@ def write_evaluation(folder: Path, config: EvalConfig, evaluation: Evaluation, r
 
 @contextmanager
 def _writing(folder: Path) -> Iterator[Path]:
-    """Make `folder`, for files that are written in the block."""
+    """Create `folder`, and turn errors of writing in the block into a `ConfigError`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield folder

@@ -1,6 +1,6 @@
-"""Loads the YAML file of a run: reads it, applies overrides, checks every key and rule, converts.
+"""Loads the YAML file of a run: reads it, applies overrides, checks every key and rule, and converts it.
 
-A file of NeMo-RL's is turned into our keys first.
+A file of NeMo-RL is translated to this package's keys first.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def load_eval_config(path: str | Path, overrides: Sequence[str] = ()) -> EvalCon
 
 
 def load_for_planning(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, RuleSet[Any]]:
-    """Load a run's keys, each checked by itself, and its rules.
+    """Load a run's keys, each checked on its own, and the rules between them, unchecked.
 
     Args:
-        path: A YAML file of a run that trains; its sections name the algorithm.
+        path: A YAML file of a run that trains; its sections determine the algorithm.
         overrides: Hydra overrides, applied in order.
 
     Raises:
@@ -89,7 +89,7 @@ def _load(name: str, path: str | Path, overrides: Sequence[str]) -> Any:
 
 
 def _resolve(algorithm: Algorithm, path: str | Path, overrides: Sequence[str]) -> Mapping[str, Any]:
-    """Read a file with its defaults and overrides, in our keys, as plain dictionaries with whole paths."""
+    """Read a file with defaults and overrides, in this package's keys, as plain dictionaries with whole paths."""
     from nemo_offload_rl.config.algorithms import ALGORITHMS
     from nemo_offload_rl.config.nemo_rl import is_nemo_rl
     from nemo_offload_rl.config.validate import missing_key_message
@@ -119,7 +119,7 @@ def _resolve(algorithm: Algorithm, path: str | Path, overrides: Sequence[str]) -
 
 
 def _with_home(node: Any) -> Any:
-    """Replace `~/` at the beginning of paths by the home folder, since other processes may have another."""
+    """Replace `~/` at the beginning of paths by the home folder, since other processes may have another home."""
     from nemo_offload_rl.keys.section import FromEnvironment
 
     match node:

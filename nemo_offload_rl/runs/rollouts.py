@@ -1,6 +1,6 @@
-"""Builds what a run with rollouts is made of, such as one of GRPO, runs it, and takes it down again.
+"""Builds the parts of a run with rollouts, such as GRPO, runs it, and takes it down.
 
-Everything that can be wrong in the user's input is found before Ray starts; `workers.py` starts the processes.
+The user's input is checked before Ray starts; `workers.py` starts the processes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class GivenObjects:
-    """What Python code gave in place of what the configuration names; see `run_grpo`."""
+    """Objects from Python code that replace parts of the configuration; see `run_grpo`."""
 
     environments: Mapping[str, Any] | None = None
     train_data: Rows | None = None
@@ -66,14 +66,14 @@ def run_grpo(
 
     Args:
         config: From `load_grpo_config`.
-        environments: In place of what `env.NAME` says, by NAME: a reward function `(prompt, response, answer, **row)`,
-            a list of them, or an `Environment`, as an object or as its class.
+        environments: Replacements of `env.NAME`, by NAME: a reward function `(prompt, response, answer, **row)`, a list
+            of them, or an `Environment`, as an object or as its class.
         train_data: Rows with `prompt`, `answer` and any other columns, in place of `data.train` and `data.validation`.
-        validation_data: The same in place of `data.validation`.
+        validation_data: Such rows in place of `data.validation`.
         callbacks: Functions of step and metrics, called after each step, or objects with `write`, as `MetricSink` has.
 
     Raises:
-        UserError: Something that the user can fix; a worker that died is one too.
+        UserError: The user can fix the cause, or a worker died.
     """
     own = GrpoCode.load(config.grpo, config.loss_fn)
     given = GivenObjects(
@@ -93,19 +93,19 @@ def open_run(
     teacher: TeacherSettings | None = None,
     given: GivenObjects | None = None,
 ) -> Iterator[tuple[RolloutParts, int, Checkpoint | None]]:
-    """Build what a run with rollouts is made of; take it down at the end.
+    """Build the parts of a run with rollouts, and take them down at the end.
 
     Args:
-        config: Of the run, checked.
+        config: The run's checked configuration.
         keep_reference: The loss reads logprobs of the initial policy.
         teacher: The loss reads distributions of this model.
-        given: Objects in place of what the configuration names.
+        given: Objects that replace parts of the configuration.
 
     Yields:
-        The parts, the number of the last step, and where the run goes on (None where it begins).
+        The parts, the number of the last step, and the checkpoint to resume from (None for a new run).
 
     Raises:
-        UserError: Something that the user can fix; a worker that died is one too.
+        UserError: The user can fix the cause, or a worker died.
     """
     given = given or GivenObjects()
     code = load_code(config.env, given.environments, has_endpoint=config.engine.endpoint is not None)
@@ -170,7 +170,7 @@ def open_run(
 
 
 def _endpoint(config: RolloutConfig, workers: GrpoWorkers) -> EndpointParts | None:
-    """What agents talk to."""
+    """Return the endpoint for agents; None if it is not configured."""
     endpoint = config.engine.endpoint
     if endpoint is None:
         return None
@@ -186,12 +186,12 @@ def _decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
 
 
 def _turns(config: RolloutConfig, tokenizer: PreTrainedTokenizerBase) -> Turns:
-    """How far rollouts may go; that the chat template can say what stands between two turns is seen here."""
+    """Build the limits of rollouts; this also checks that the chat template can render messages between turns."""
     encode = TurnEncoder(tokenizer, config.policy.tokenizer.chat_template_kwargs)
     max_turns, max_tokens = config.algorithm[1].max_rollout_turns, config.engine.max_model_len
     messages = [section.retry_message for section in config.env.values() if section.retry_message is not None]
     if max_turns > 1 and any(section.target is not None for section in config.env.values()):
-        messages.append("?")  # what an environment of the user's says is not known yet
+        messages.append("?")  # messages of a user's environment are not known yet
     if messages:
         longest = max(len(encode(message, ())) for message in messages)
         response = config.policy.generation.sampling.max_new_tokens

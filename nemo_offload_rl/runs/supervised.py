@@ -1,6 +1,6 @@
-"""Builds what an SFT or DPO run is made of, runs it, and takes it down again.
+"""Builds the parts of an SFT or DPO run, runs it, and takes it down.
 
-Everything that can be wrong in the user's input, the data and its lengths included, is found before Ray starts.
+The user's input, data and their lengths included, is checked before Ray starts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from nemo_offload_rl.utils.memory_sampler import MEMORY_FILE, MemorySampler
 from nemo_offload_rl.utils.progress import RunProgress
 
 type StartPolicy = Callable[[SupervisedConfig, bool], AbstractContextManager[Policy]]
-"""From the configuration, and whether to keep a reference, to a policy that ends with the context."""
+"""Starts a policy from the configuration and `keep_reference`; the policy ends with the context."""
 
 
 def run_sft(
@@ -55,16 +55,16 @@ def run_sft(
     """Run SFT from a checked configuration.
 
     Args:
-        config: The run.
-        start_policy: None starts workers on the Ray cluster that `config.cluster` describes.
-        console: Where progress is shown; None for standard output.
+        config: The run's configuration.
+        start_policy: Starts the policy; None starts workers on the Ray cluster that `config.cluster` describes.
+        console: Shows progress; None for standard output.
         train_data: Rows with `messages`, or with `prompt` and `completion`, in place of `data.train` and
             `data.validation`.
-        validation_data: The same in place of `data.validation`.
+        validation_data: Such rows in place of `data.validation`.
         callbacks: Functions of step and metrics, called after each step, or objects with `write`, as `MetricSink` has.
 
     Raises:
-        UserError: Something that the user can fix; a worker that died is one too.
+        UserError: The user can fix the cause, or a worker died.
     """
     own = UserLoss.load(config.loss_fn, NLLLoss(), example_batch(TrainBatch))
     check_model(config.worker)
@@ -95,7 +95,7 @@ def run_dpo(
     validation_data: Rows | None = None,
     callbacks: Sequence[Any] = (),
 ) -> None:
-    """Run DPO from a checked configuration; arguments and errors as above, rows with `prompt`, `chosen`, `rejected`."""
+    """Run DPO from a checked configuration; as `run_sft`, but rows have `prompt`, `chosen` and `rejected`."""
     own = UserLoss.load(config.loss_fn, DpoLoss(config.dpo), example_batch(PreferenceBatch))
     check_model(config.worker)
     tokenizer = load_tokenizer(config.policy.tokenizer)
@@ -124,8 +124,8 @@ def run_dpo(
 
 @contextmanager
 def ray_policy(config: SupervisedConfig, keep_reference: bool) -> Iterator[Policy]:
-    """Policy workers on the Ray cluster that `config.cluster` describes."""
-    # Ray takes seconds to import: bad input has been refused before.
+    """Start policy workers on the Ray cluster that `config.cluster` describes."""
+    # Imported late, because Ray takes seconds to import: bad input is refused before.
     from nemo_offload_rl.distributed.policy_group import start_policy
     from nemo_offload_rl.distributed.virtual_cluster import cluster_session
 
@@ -135,7 +135,7 @@ def ray_policy(config: SupervisedConfig, keep_reference: bool) -> Iterator[Polic
 
 @contextmanager
 def local_policy(config: SupervisedConfig, keep_reference: bool) -> Iterator[Policy]:
-    """One worker in this process, without Ray: for tests, debuggers and small models."""
+    """Start one worker in this process, without Ray, for tests, debuggers and small models."""
     from nemo_offload_rl.distributed.local import start_local_policy
 
     device = "cuda:0" if config.cluster.device_type == "cuda" else "cpu"
@@ -148,7 +148,7 @@ def local_policy(config: SupervisedConfig, keep_reference: bool) -> Iterator[Pol
 
 @dataclass(frozen=True)
 class _Run:
-    """What both algorithms hand over."""
+    """Parts of a run that `run_sft` and `run_dpo` pass to `_train`."""
 
     name: str
     config: SupervisedConfig

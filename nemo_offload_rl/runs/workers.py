@@ -1,9 +1,11 @@
-"""The processes of a run with rollouts: policy workers and engines, on the same devices or each on their own.
+"""The processes of a run with rollouts: policy workers and engines, on shared or separate devices.
 
-The order where devices are shared: the engines start first, while the devices are empty (vLLM measures what it may
-take), and go to sleep, while the policy's processes import their libraries; the policy is built into what is free and
-leaves the devices; the first refit wakes the engines.
-Engines that start again find the devices left by the policy, as in every generation, and sleep until the next refit.
+On shared devices:
+1. The engines start first, since vLLM measures the free memory, and go to sleep. Meanwhile the policy's processes
+   import their libraries.
+2. The policy is built into the free memory and leaves the devices.
+3. The first refit wakes the engines.
+Before engines are restarted, the policy leaves the devices, as for every generation. They sleep until the next refit.
 """
 
 from __future__ import annotations
@@ -32,20 +34,20 @@ logger = logging.getLogger(__name__)
 
 
 def start_line(start_s: Mapping[str, float]) -> str:
-    """How long the start took, and what of it until which processes were ready."""
+    """Format the seconds of the start, in total and by phase."""
     parts = ", ".join(f"{name} {seconds:.0f}" for name, seconds in start_s.items() if name != TOTAL)
     return f"started in {start_s[TOTAL]:.0f} s ({parts})"
 
 
 class GrpoWorkers:
-    """Policy and engines that have been started; both rest once the constructor has returned.
+    """Started policy and engines; after the constructor the policy has left the devices and colocated engines sleep.
 
     Args:
         policy: The policy.
         engine: The engines.
-        generation: Whether they share devices, and how often the engines may be started again.
-        cluster: Where the policy lives.
-        timer: Of the start so far; gets the phases `engine` and `policy`, until each is ready.
+        generation: Tells whether devices are shared, and how often the engines may be restarted.
+        cluster: The policy's cluster.
+        timer: Timer of the start; gets the phases `engine` and `policy`, until each is ready.
 
     Attributes:
         start_s: Seconds of the start, by phase and in total.
@@ -72,18 +74,18 @@ class GrpoWorkers:
         self.start_s = timer.seconds()
 
     def owners(self) -> dict[int, str]:
-        """Whom each process of the driver's host belongs to: `policy` or `engine`, by process id."""
+        """Return the owner, `policy` or `engine`, of each worker process on the driver's host, by process id."""
         engines = self.engine.group.local_pids()
         return dict.fromkeys(self.policy.local_pids(), "policy") | dict.fromkeys(engines, "engine")
 
     def restart_engine(self, error: UserError) -> dict[int, str]:
-        """Start the engines again after `error`, as often as `max_restarts` allows; they rest then.
+        """Restart the engines after `error`, at most `max_restarts` times in a run; colocated ones then sleep.
 
         Returns:
-            What `owners` says now.
+            The result of `owners` after the restart.
 
         Raises:
-            UserError: `error`, where it is not the engines' or no restart is left; or what the last restart ended in.
+            UserError: `error`, if it is not the engines' or no restart is left; or the error of the last restart.
         """
         while True:
             if not self.engine.group.has_raised(error) or not self._num_restarts_left:
@@ -108,7 +110,7 @@ class GrpoWorkers:
             self.engine.finish_generation(discard_weights=True)
 
     def _introduce(self) -> None:
-        """Engines that have just started get to know the policy's processes and, on GPUs of their own, meet rank 0."""
+        """Tell new engines the names of all processes; on separate GPUs, also connect them with the policy's rank 0."""
         if self._cluster.settings.device_type == "cuda" and not self._colocated:
             host, port = self._cluster.rendezvous()
             address = RefitGroupAddress(host, port, 1 + self.engine.num_devices)
@@ -125,14 +127,14 @@ class GrpoWorkers:
 def grpo_workers(
     config: RolloutConfig, keep_reference: bool, teacher: TeacherSettings | None = None
 ) -> Iterator[GrpoWorkers]:
-    """The processes for the `with` block.
+    """Start policy and engines for the `with` block.
 
     Args:
-        config: Of the run.
+        config: Configuration of the run.
         keep_reference: Each policy worker keeps the initial parameters.
-        teacher: A model that each policy worker has next to the policy.
+        teacher: A frozen model in each policy worker, next to the policy.
     """
-    # Ray takes seconds to import: bad input has been refused before.
+    # Imported late, because Ray takes seconds to import: bad input is refused before.
     from nemo_offload_rl.distributed.generation_engine import RayGenerationEngine
     from nemo_offload_rl.distributed.policy_group import start_policy
     from nemo_offload_rl.distributed.virtual_cluster import cluster_session
@@ -158,7 +160,7 @@ def grpo_workers(
 
 
 def _engine_devices(config: RolloutConfig) -> ClusterConfig:
-    """The cluster of engines that have devices of their own."""
+    """Return the cluster of engines with separate devices."""
     resources = config.policy.generation.colocated.resources
     per_node, num_nodes = resources.gpus_per_node, resources.num_nodes
     assert per_node is not None and num_nodes is not None, "a rule asks for both"
