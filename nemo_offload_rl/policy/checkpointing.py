@@ -1,10 +1,10 @@
-"""Saving from the ranks of a policy, the same for every backend: what is read where, by whom, and when it counts.
+"""Saves the state of the policy's ranks, in the same way for every backend.
 
-1. `CheckpointSaver.start`: rank 0 makes the folder `PATH.partial`; the backend stages its state. For a save in the
-   background what is on the device is copied into host memory; of what is on the host the host copy is read, and the
-   next write of the state (`wait_before_write`) waits until the save has been written.
-2. The staged state is written, in the background by a thread of its own, which calls no collective.
-3. `CheckpointSaver.finish`: when every rank has written, rank 0 completes the folder and gives it its name.
+1. `CheckpointSaver.start`: rank 0 makes the folder `PATH.partial`, and the backend stages its state. For a save in the
+   background, state on the device is copied into host memory. State on the host is read in place, so the next write of
+   the state waits until the save has been written (`wait_before_write`).
+2. The staged state is written; in the background, by a thread that calls no collective.
+3. `CheckpointSaver.finish`: when every rank has written, rank 0 completes the folder and gives it its final name.
 
 A failure on any rank is raised on every rank, as one line with its cause, and leaves no folder behind.
 """
@@ -29,7 +29,7 @@ _NOTABLE_WAIT_S = 0.1
 
 
 class _Job:
-    """One save: its folder, what is to be written, and how that went."""
+    """One save: its folder, the state to write, and its error if it failed."""
 
     def __init__(self, path: Path, staged: StagedSave) -> None:
         self.path = path
@@ -48,12 +48,12 @@ class _Job:
 
 
 class CheckpointSaver:
-    """The saves of one rank, one at a time. Every rank makes the same calls.
+    """Makes the saves of one rank, one at a time. Every rank makes the same calls.
 
-    A save that is never finished leaves a folder without a name, which `recover_folders` removes.
+    A save that is never finished leaves a `.partial` folder, which `recover_folders` removes.
 
     Args:
-        residency: The rank's state.
+        residency: Manager of the rank's state.
     """
 
     def __init__(self, residency: ResidencyManager) -> None:
@@ -62,16 +62,16 @@ class CheckpointSaver:
         self._job: _Job | None = None
 
     def start(self, path: Path, stage: Callable[[Path, StateReader], StagedSave], in_background: bool) -> None:
-        """Begin a save, after the one before it has ended.
+        """Begin a save, after the previous one has ended.
 
         Args:
-            path: The folder that `finish` makes appear.
+            path: Final folder, created by `finish`.
             stage: The backend's `stage_save`.
-            in_background: Copy what is on the device now and write while the caller goes on. Where host memory has no
+            in_background: Copy the state on the device now, and write while the caller goes on. If host memory has no
                 room for the copy, the state is written before this returns.
 
         Raises:
-            CheckpointError: The folder cannot be made, or the save before this one failed.
+            CheckpointError: The folder cannot be made, or the previous save failed.
         """
         self.finish()
         new_partial(path)
@@ -86,9 +86,9 @@ class CheckpointSaver:
             job.write()
 
     def wait_before_write(self) -> None:
-        """Wait for the save under way where it reads host copies of the state, which is about to be written or freed.
+        """Wait for a save that reads host copies of the state, before that state is written or freed.
 
-        Calls no collective; how the save went is told by `finish`.
+        Calls no collective; `finish` reports errors of the save.
         """
         job = self._job
         if job is None or job.thread is None or not job.reads_host_copies:
@@ -100,17 +100,17 @@ class CheckpointSaver:
             logger.info("the optimizer step waited %.1f s for %s to be written", waited_s, job.path.name)
 
     def is_done(self) -> bool:
-        """Whether this rank has nothing left to write, well or badly."""
+        """Tell whether this rank has nothing left to write, also after an error."""
         return self._job is None or self._job.thread is None or not self._job.thread.is_alive()
 
     def finish(self) -> Mapping[str, str]:
-        """Wait for the save under way, if there is one, and give its folder its name.
+        """Wait for the save under way, if any, and give its folder its final name.
 
         Returns:
             Checksum of each file that this rank has written, by its path in the folder.
 
         Raises:
-            CheckpointError: It could not be written; nothing of it is left.
+            CheckpointError: The save failed; its files are removed.
         """
         job, self._job = self._job, None
         if job is None:
@@ -126,7 +126,7 @@ class CheckpointSaver:
         return job.staged.checksums
 
     def _has_room(self, missing_bytes: int) -> bool:
-        """Whether the ranks of this host can all copy what of their state residency has no host copy of."""
+        """Tell whether host memory has room for copies of the state that has none, for all ranks of this host."""
         verdict = reserve_host_memory({"copies for a save": missing_bytes}, host_limits())
         if isinstance(verdict, HostShare):
             return True

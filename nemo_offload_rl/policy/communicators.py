@@ -1,4 +1,4 @@
-"""`policy.suspend_nccl_comms`: where it is refused, and what a worker suspends its communicators with."""
+"""The key `policy.suspend_nccl_comms`: checks that suspending is possible, and makes a worker's communicators."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _OFF = "set policy.suspend_nccl_comms=false"
 
 
 def make_communicators(settings: PolicySettings, device: torch.device) -> Communicators:
-    """The communicators of a worker on `device`, made or not.
+    """Make the object that suspends and resumes a worker's communicators, or does nothing if that is off.
 
     Raises:
-        ConfigError: They are to be suspended, which would fail or gain nothing.
+        ConfigError: Suspending is on, but would fail or gain nothing.
     """
     if not settings.suspend_nccl_comms:
         return Communicators(None, device)
@@ -30,11 +30,11 @@ def make_communicators(settings: PolicySettings, device: torch.device) -> Commun
 
 
 def placement_problem(*, on_gpu: bool, shares_device: bool) -> str | None:
-    """Why suspending would gain nothing; None where an engine can use the memory.
+    """Return the reason why suspending would gain nothing; None if an engine can use the memory.
 
     Args:
         on_gpu: The policy's workers are on GPUs.
-        shares_device: An engine that sleeps while they work is on the same devices.
+        shares_device: An engine on the same devices sleeps while the workers compute.
     """
     if not on_gpu:
         return f"{_KEY} workers on a CPU have no NCCL communicators; {_OFF}"
@@ -47,7 +47,7 @@ def placement_problem(*, on_gpu: bool, shares_device: bool) -> str | None:
 
 
 def nccl_problem(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Why the NCCL of this process cannot suspend communicators; None where it can.
+    """Return the reason why the NCCL of this process cannot suspend communicators; None if it can.
 
     Args:
         environment: Variables that NCCL reads.

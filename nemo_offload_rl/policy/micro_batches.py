@@ -1,4 +1,4 @@
-"""Which rows of a batch go through a model together."""
+"""Splits a batch into micro-batches."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from nemo_offload_rl.keys.worker import PolicySettings
 def micro_batch_rows(
     settings: PolicySettings, batch: TokenBatch, all_reduce_max: Callable[[int], int], *, is_training: bool, size: int
 ) -> list[list[int]]:
-    """Row indices by micro-batch of `size` rows, or as many as a budget of tokens holds.
+    """Return the row indices of each micro-batch: `size` rows, or as many as fit a budget of tokens.
 
-    The same number of micro-batches on every data-parallel rank; rows of a group stay together.
+    Every data-parallel rank gets the same number of micro-batches. Rows of a group stay together.
     """
     per_group = batch.rows_per_group
     by_tokens = {plan_micro_batches: settings.dynamic_batching, pack_rows: settings.sequence_packing}
@@ -36,7 +36,7 @@ def micro_batch_rows(
 
 
 def in_rows_of(batch: TokenBatch, plan: Sequence[Sequence[int]], pieces: Sequence[Tensor]) -> Tensor:
-    """[B, S, ...] from those of the micro-batches, whose rows `plan` has; 0 beyond their columns."""
+    """Merge results of micro-batches into [B, S, ...], by the rows in `plan`; columns that were trimmed are 0."""
     shape = batch.input_ids.shape
     whole = torch.zeros((*shape, *pieces[0].shape[2:]), dtype=pieces[0].dtype)
     for rows, piece in zip(plan, pieces, strict=True):

@@ -22,15 +22,15 @@ _GIB = 2**30
 
 
 class Passes:
-    """Runs passes so that what was prefetched takes no memory that a pass needs.
+    """Runs passes so that prefetched state does not take memory that a pass needs.
 
-    Before a pass of more tokens than any of its kind before it, prefetched state is evicted if there may be no room for
-    both. A single rank that runs out of memory anyway runs the pass once more without that state. Several ranks cannot:
-    the others wait in a collective of the pass that failed, so the run ends.
+    Before a pass with more tokens than all earlier ones of its kind, prefetched state is evicted if both may not fit. A
+    single rank that still runs out of memory repeats the pass once without that state. Several ranks cannot, since the
+    others wait in a collective of the failed pass, so the run ends.
 
     Args:
         settings: The policy's settings.
-        residency: The rank's state.
+        residency: Manager of the rank's state.
         is_alone: Passes have no collectives with other ranks.
     """
 
@@ -45,15 +45,15 @@ class Passes:
         micro_batches: Sequence[TokenBatch],
         after_failure: Callable[[], None] = lambda: None,
     ) -> Iterator[AbstractContextManager[object]]:
-        """Give a context to run a pass in, and another where it ran out of memory and has to be run again.
+        """Yield a context to run a pass in, and a second one if the pass ran out of memory and must be repeated.
 
         Args:
-            kind: What the pass does.
-            micro_batches: What the pass goes over.
-            after_failure: Undoes what a failed pass has left behind, before it is run again.
+            kind: Kind of the pass.
+            micro_batches: Micro-batches of the pass.
+            after_failure: Cleans up after a failed pass, before it is repeated.
 
         Raises:
-            UserError: Memory ran out, and nothing can be offloaded to run the pass again.
+            UserError: Memory ran out, and nothing can be offloaded to repeat the pass.
         """
         if not micro_batches:
             yield nullcontext()
@@ -87,7 +87,7 @@ class Passes:
         yield told_out_of_memory(self._residency, work, advice)
 
     def _advice(self, kind: PassKind, *, is_divisible: bool) -> str:
-        """Keys with which a pass of this kind takes less of the device."""
+        """Name keys that lower the device memory of a pass of this kind."""
         settings, changes = self._settings, []
         with_loss = kind in (PassKind.TRAINING, PassKind.EVALUATION)
         if is_divisible:
@@ -110,8 +110,8 @@ class Passes:
 
     @property
     def state_advice(self) -> str:
-        """What makes room for state."""
-        # Parts of parameters are for one worker.
+        """Advice that makes room for state."""
+        # Streamed parameters are for one worker only, so more GPUs are no option.
         last = "use a GPU with more memory" if self._settings.backend.streams_parameters else "use more GPUs"
         return ", or ".join([*self._streaming, last])
 
@@ -124,7 +124,7 @@ class Passes:
 
 
 class _OutOfMemory:
-    """Keeps the error of a body that runs out of the device's memory."""
+    """Catches and keeps the error of a body that runs out of device memory."""
 
     error: torch.OutOfMemoryError | DeviceOutOfMemoryError | None = None
 
@@ -139,12 +139,12 @@ class _OutOfMemory:
 
 @contextmanager
 def told_out_of_memory(residency: ResidencyManager, work: str, advice: str) -> Iterator[None]:
-    """Have the body raise a `UserError` where it runs out of the device's memory.
+    """Turn an error of running out of device memory into a `UserError`.
 
     Args:
-        residency: The rank's state.
-        work: What the body does, for the message.
-        advice: What to change.
+        residency: Manager of the rank's state.
+        work: The body's work, for the message.
+        advice: Changes that the message suggests.
     """
     try:
         yield
@@ -153,7 +153,7 @@ def told_out_of_memory(residency: ResidencyManager, work: str, advice: str) -> I
 
 
 def held_on_device(residency: ResidencyManager) -> str:
-    """The state groups on the device with their sizes, those of one row of the plan together."""
+    """Describe the state on the device, with sizes by row of the plan."""
     rows: dict[str, int] = {}
     for name, size in residency.device_bytes().items():
         rows[row_of(name)] = rows.get(row_of(name), 0) + size
@@ -174,25 +174,26 @@ def _in_one_line(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class TrainingPace:
-    """What residency does between the micro-batches of a training pass.
+    """Releases and prefetches state between the micro-batches of a training pass.
 
     Attributes:
-        residency: The rank's state.
-        num_micro_batches: Of the pass.
+        residency: Manager of the rank's state.
+        num_micro_batches: Number of micro-batches of the pass.
     """
 
     residency: ResidencyManager
     num_micro_batches: int
 
     def before_micro_batch(self, index: int) -> None:
-        """Release what has left by now, and prefetch what the optimizer step needs. Does not block.
+        """Release the memory of finished copies out, and prefetch state for the optimizer step. Does not block.
 
-        The first micro-batch leaves most time for the copies. But the device has no work then, and waits while the host
-        allocates their memory (0.25 s for 76 GiB on an H200): of many micro-batches the second is early enough. What
-        has no room beside copies that are still leaving comes before the last.
+        A prefetch before the first micro-batch leaves most time for the copies. But the device is idle then, and waits
+        while the host allocates their memory (0.25 s for 76 GiB on an H200), so with many micro-batches the prefetch
+        is before the second. State that had no room, because copies out were still under way, is prefetched before the
+        last micro-batch.
         """
         first = 1 if self.num_micro_batches >= MANY_MICRO_BATCHES else 0
         if index in (first, self.num_micro_batches - 1):
-            # First: what is still there need not come again.
+            # Before releasing: state that is still on the device need not be copied again.
             self.residency.prefetch(Phase.OPTIM_STEP)
         self.residency.release_finished()

@@ -1,7 +1,7 @@
-"""The policy as the driver sees it: one object in front of all ranks, with the workers' verbs.
+"""The driver's view of the policy: one object in front of all ranks, with the workers' methods.
 
-Rows are dealt out so that every optimizer step sees its own global batch: rank r of data-parallel size D gets the r-th
-of D equal runs of rows out of each global batch. Neighbouring rows stay neighbours (preference pairs rely on it).
+Each global batch is split into D equal runs of rows, D the data-parallel size, and rank r gets run r. So every
+optimizer step sees its own global batch, and neighbouring rows stay neighbours, which preference pairs rely on.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from nemo_offload_rl.weight_sync.cuda_ipc import join_handles
 
 
 def deal_rows(num_rows: int, rows_per_step: int, dp_size: int) -> list[list[int]]:
-    """Row indices by data-parallel rank, global batch by global batch.
+    """Return the row indices of each data-parallel rank, global batch by global batch.
 
     Args:
         num_rows: A multiple of `rows_per_step`.
         rows_per_step: Rows of one global batch, a multiple of `dp_size`.
-        dp_size: Data-parallel ranks.
+        dp_size: Number of data-parallel ranks.
     """
     run = rows_per_step // dp_size
     return [
@@ -41,7 +41,7 @@ def deal_rows(num_rows: int, rows_per_step: int, dp_size: int) -> list[list[int]
 
 
 def pad_rows[Batch: TokenBatch](batch: Batch, multiple: int) -> Batch:
-    """Repeat the first group of rows until the groups divide by `multiple`; repeated rows have `sample_mask` 0."""
+    """Repeat the first group of rows until `multiple` divides the number of groups; repeats have `sample_mask` 0."""
     group = batch.rows_per_group
     num_added = -len(batch) % (multiple * group)
     if not num_added:
@@ -68,14 +68,14 @@ def _num_bytes(path: Path) -> int:
 
 
 class _Ranks:
-    """Deals rows to ranks; those that share a data-parallel rank get the same, and answer the same."""
+    """Deals rows to ranks; ranks with the same data-parallel rank get the same rows and return the same results."""
 
     def __init__(self, parallel: ModelParallel, world_size: int) -> None:
         self.dp_size = world_size // parallel.ranks_per_copy
         self._dp_ranks = [parallel.data_parallel_rank(rank, world_size) for rank in range(world_size)]
 
     def deal[Batch: TokenBatch](self, batch: Batch, rows_per_step: int | None = None) -> list[Batch]:
-        """Rows by rank, of global batches of so many rows, or of one that is filled up to a multiple of the ranks."""
+        """Split a batch by rank, in global batches of `rows_per_step`; None for one that is padded to fit the ranks."""
         if rows_per_step is None:
             batch = pad_rows(batch, self.dp_size)
         shares = deal_rows(len(batch), rows_per_step or len(batch), self.dp_size)
@@ -83,7 +83,7 @@ class _Ranks:
         return [shards[dp_rank] for dp_rank in self._dp_ranks]
 
     def each_once[Result](self, results: Sequence[Result]) -> list[Result]:
-        """Results by data-parallel rank from those by rank."""
+        """Select one result for each data-parallel rank from the results of all ranks."""
         return [results[self._dp_ranks.index(dp_rank)] for dp_rank in range(self.dp_size)]
 
 
@@ -93,10 +93,10 @@ class Policy:
     Args:
         group: Workers by rank, numbered as `settings.backend.model_parallel` says.
         settings: The workers' settings.
-        teacher: The teacher that they were made with.
+        teacher: The workers' teacher.
 
     Raises:
-        ConfigError: The workers are no whole copies of the model.
+        ConfigError: The number of workers is no multiple of those that a copy of the model takes.
     """
 
     def __init__(self, group: WorkerGroup, settings: PolicySettings, teacher: TeacherSettings | None = None) -> None:
@@ -139,34 +139,35 @@ class Policy:
         return self._group.run_all(PolicyWorker.offload_after_refit, wait_for_all)
 
     def finish_leaving(self) -> None:
-        """See `PolicyWorker`; beside the caller, who does not wait for it. If it fails, the next call fails."""
+        """See `PolicyWorker`; returns without waiting. If it fails, the next call fails."""
         self._group.start_all(PolicyWorker.finish_leaving)
 
     def residency_plan(self) -> str:
-        """The resolved plan of rank 0 as a table with sizes; the other ranks have the same."""
+        """Render the resolved plan of rank 0 as a table with sizes; the other ranks have the same."""
         return self._group.run_all(PolicyWorker.residency_plan)[0]
 
     def residency_reports(self) -> list[list[TransitionReport]]:
-        """Transitions since the last call, by rank."""
+        """Return the transitions since the last call, by rank."""
         return self._group.run_all(PolicyWorker.residency_reports)
 
     # -- compute ---------------------------------------------------------------------------------------------------
 
     @property
     def rows_per_update(self) -> int:
-        """Rows of a global batch."""
+        """Number of rows of a global batch."""
         return self._settings.train_global_batch_size
 
     def train(self, batch: TrainBatch, loss_fn: LossFn, updates: Sequence[Tensor] | None = None) -> TrainResult:
-        """One optimizer step for each `train_global_batch_size` rows, in their order.
+        """Make one optimizer step for each `train_global_batch_size` rows, in their order.
 
         Args:
             batch: All rows.
             loss_fn: See `LossFn`.
-            updates: Rows of each optimizer step, where those are not as many; None for the others.
+            updates: Rows of each optimizer step, if their number varies; else None.
 
         Raises:
-            ConfigError: The rows are no whole global batches, or those do not divide by the data-parallel ranks.
+            ConfigError: The rows are no whole global batches, or a global batch does not divide by the data-parallel
+                ranks.
         """
         rows, dp_size = self._settings.train_global_batch_size, self._ranks.dp_size
         if updates is not None:
@@ -191,22 +192,22 @@ class Policy:
         return result
 
     def evaluate(self, batch: TrainBatch, loss_fn: LossFn, micro_batch_size: int | None = None) -> TrainResult:
-        """The loss of the whole batch as one global batch, without gradients; see `PolicyWorker`."""
+        """Compute the loss of the whole batch as one global batch, without gradients; see `PolicyWorker`."""
         calls = [(shard, loss_fn, micro_batch_size) for shard in self._ranks.deal(batch)]
         return self._group.run_each(PolicyWorker.evaluate, calls)[0]
 
     def get_logprobs(self, batch: TokenBatch, *, counted_only: bool = False) -> Tensor:
-        """[B, S] float32 logprobs under the policy, rows as in `batch`; column 0 and padding are 0.
+        """Compute logprobs under the policy, [B, S] float32, rows as in `batch`; column 0 and padding are 0.
 
-        With `counted_only`, of a `TrainBatch`, the others that its loss does not count are 0 too, and cost no logits.
+        With `counted_only`, tokens that the loss of a `TrainBatch` does not count are 0 too, and cost no logits.
         """
-        # Only what a logprob needs travels: a training batch has up to five more tensors of this size.
+        # Send only what a logprob needs: a training batch has up to five more tensors of this size.
         shards = self._ranks.deal(logprob_inputs(batch, counted_only=counted_only))
         found = self._group.run_each(PolicyWorker.get_logprobs, [(shard, counted_only) for shard in shards])
         return torch.cat(self._ranks.each_once(found))[: len(batch)]
 
     def get_reference_logprobs(self, batch: TokenBatch, *, counted_only: bool = False) -> Tensor:
-        """The same under the frozen initial parameters."""
+        """Compute logprobs as `get_logprobs`, under the frozen initial parameters and over the whole vocabulary."""
         shards = self._ranks.deal(logprob_inputs(batch, counted_only=counted_only))
         found = self._group.run_each(PolicyWorker.get_reference_logprobs, [(shard, counted_only) for shard in shards])
         return torch.cat(self._ranks.each_once(found))[: len(batch)]
@@ -222,43 +223,43 @@ class Policy:
     # -- refit -----------------------------------------------------------------------------------------------------
 
     def join_refit_group(self, address: RefitGroupAddress) -> None:
-        """Rank 0 joins the communicator of refits to engines on other devices, which join at the same time."""
+        """Have rank 0 join the refit communicator with engines on other devices, which must join at the same time."""
         self._group.run_all(PolicyWorker.join_refit_group, address)
 
     def refit_work_bytes(self) -> int:
-        """See `PolicyWorker`; the most of all ranks."""
+        """See `PolicyWorker`; the maximum over all ranks."""
         return max(self._group.run_all(PolicyWorker.refit_work_bytes))
 
     def start_refit(self) -> None:
-        """Begin to send weights; an unfinished refit is dropped."""
+        """Begin to send weights, and drop an unfinished refit."""
         self._group.run_all(PolicyWorker.start_refit)
 
     def request_bucket(self, starts_copies: bool = True) -> Callable[[], WeightBucket | None]:
-        """Have every rank fill its next bucket; what this returns waits for it, and returns None after the last."""
+        """Have every rank fill its next bucket; return a function that waits for it and returns None after the last."""
         buckets = self._group.start_all(PolicyWorker.next_bucket, starts_copies)
         return lambda: join_handles(buckets())
 
     def abandon_refit(self) -> None:
-        """The engines are gone: every rank abandons an unfinished refit and leaves their communicator."""
+        """Have every rank give up an unfinished refit and leave the communicator with engines that are gone."""
         self._group.run_all(PolicyWorker.abandon_refit)
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, path: Path) -> None:
-        """Write model, optimizer, schedule and random state into the folder `path`, which appears whole."""
+        """Write model, optimizer, schedule and random state into the folder `path`, atomically."""
         self.start_save(path, in_background=False)
         self.finish_save()
 
     def start_save(self, path: Path, in_background: bool) -> None:
-        """Begin a save; in the background, training may go on until `finish_save` gives the folder its name."""
+        """Begin a save; with `in_background`, training may go on until `finish_save` gives the folder its name."""
         self._group.run_all(PolicyWorker.start_save, path, in_background)
 
     def save_is_done(self) -> bool:
-        """Whether every rank has written its part of the save under way, or failed to."""
+        """Tell whether every rank has written its part of the save under way, or failed to."""
         return all(self._group.run_all(PolicyWorker.save_is_done))
 
     def finish_save(self) -> dict[str, str]:
-        """Wait for the save under way, if there is one; raises what kept it from being written.
+        """Wait for the save under way, if any, and raise its error if it failed.
 
         Returns:
             Checksum of each file by its path in the folder.
@@ -266,11 +267,11 @@ class Policy:
         return _merged(self._group.run_all(PolicyWorker.finish_save))
 
     def damaged_files(self, folder: Path, checksums: Mapping[str, str]) -> dict[str, str]:
-        """Files that are not as they were written: what is wrong, by path. The ranks share them, largest first.
+        """Find files that changed since they were written; faults by path. Ranks share the files, largest first.
 
         Args:
-            folder: Where they are.
-            checksums: Of each when it was written, by its path in `folder`.
+            folder: Folder of the files.
+            checksums: Checksum of each file when it was written, by its path in `folder`.
         """
         sizes = {name: _num_bytes(folder / name) for name in checksums}
         names, num_ranks = sorted(sizes, key=lambda name: (-sizes[name], name)), self._group.world_size
@@ -278,7 +279,7 @@ class Policy:
         return _merged(self._group.run_each(PolicyWorker.damaged_files, [(folder, share) for share in shares]))
 
     def save_problem(self) -> str | None:
-        """Why the state must not be saved, by the first rank that objects; see `PolicyWorker`."""
+        """Return the first rank's reason why the state must not be saved, else None; see `PolicyWorker`."""
         problems = self._group.run_all(PolicyWorker.save_problem)
         return next((problem for problem in problems if problem is not None), None)
 
@@ -287,7 +288,7 @@ class Policy:
         return self._group.settle(timeout_s)
 
     def load_checkpoint(self, path: Path) -> None:
-        """Read what a save wrote."""
+        """Read a checkpoint."""
         self._group.run_all(PolicyWorker.load_checkpoint, path)
 
     def export_hf(self, path: Path) -> dict[str, str]:
@@ -299,11 +300,11 @@ class Policy:
         return _merged(self._group.run_all(PolicyWorker.export_hf, path))
 
     def pids(self) -> list[int]:
-        """The workers' process ids, by rank."""
+        """Return the workers' process ids, by rank."""
         return self._group.pids()
 
     def local_pids(self) -> list[int]:
-        """Process ids of the workers on the driver's host."""
+        """Return process ids of the workers on the driver's host."""
         return self._group.local_pids()
 
     def shutdown(self) -> None:

@@ -1,4 +1,4 @@
-"""A worker's process: deterministic kernels, a record of its memory, and closing what a constructor has made."""
+"""Set-up of a worker's process: deterministic kernels, a record of memory, and clean-up of failed constructors."""
 
 from __future__ import annotations
 
@@ -16,24 +16,23 @@ MAX_EVENTS = 200_000
 
 
 def use_deterministic_algorithms() -> None:
-    """From now on, this process computes with operations that repeat bit by bit, where torch has such.
+    """Make torch's operations in this process deterministic where it can.
 
-    Others become warnings; a backend may refuse them. Call before the first matrix product: cuBLAS reads its setting
-    once. Without it the backward pass of attention and some reductions add up in the order in which the GPU's blocks
-    happen to finish
-    (https://docs.pytorch.org/docs/stable/notes/randomness.html).
+    Other operations give a warning; a backend may refuse them. Call this before the first matrix product, because
+    cuBLAS reads its setting once. Otherwise the backward pass of attention and some reductions sum in the order in
+    which the GPU's blocks happen to finish (https://docs.pytorch.org/docs/stable/notes/randomness.html).
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # Transformer Engine's attention
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # Nothing here reads uninitialized memory; filling it would only cost time.
+    # No code reads uninitialized memory; filling it would only cost time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def record_memory_history(folder: str | None, device: torch.device, rank: int) -> None:
-    """From now on, write a snapshot to `folder`/rank_<rank>.pickle when CUDA runs out of memory in this process.
+    """Record allocations, and write a snapshot to `folder`/rank_<rank>.pickle when CUDA runs out of memory.
 
-    The file is for https://docs.pytorch.org/memory_viz. Recording costs a few percent of a step. Without a folder or a
+    https://docs.pytorch.org/memory_viz shows the file. Recording costs a few percent of a step. Without a folder or a
     GPU nothing is recorded.
     """
     if folder is None or device.type != "cuda":
@@ -50,13 +49,13 @@ def record_memory_history(folder: str | None, device: torch.device, rank: int) -
 
 
 class Closes(Protocol):
-    """Has to be closed."""
+    """An object that has to be closed."""
 
     def close(self) -> None: ...
 
 
 def closing(made: Closes) -> Callable[..., None]:
-    """Give what `ExitStack.push` takes to close `made`; if that fails too, it becomes a note of the error under way."""
+    """Return a callback for `ExitStack.push` that closes `made`; its failure becomes a note of the error under way."""
 
     def close(_type: object, error: BaseException | None, _traceback: object) -> None:
         try:

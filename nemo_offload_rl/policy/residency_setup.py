@@ -1,4 +1,4 @@
-"""From a policy's settings and backend to its residency manager, with host memory claimed and taken."""
+"""Builds the residency manager from a policy's settings and backend, and allocates its host memory."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ from nemo_offload_rl.residency import (
 
 
 def limit_gpu_memory(limit_gib: float | None, device: Device, process: ProcessInfo) -> None:
-    """Have torch's allocator refuse more than a part of the GPU to this process from now on.
+    """Limit the GPU memory that torch's allocator may give to this process.
 
     Args:
         limit_gib: `policy.gpu_memory_limit_gib`; None for no limit.
-        device: Where the groups will live.
+        device: Device of the state groups.
         process: This rank.
 
     Raises:
-        ConfigError: The device is main memory, or smaller than the limit.
+        ConfigError: The device is host memory, or smaller than the limit.
     """
     total_bytes = device.total_bytes()
     problem = gpu_limit_problem(limit_gib, total_bytes, on_cpu=device.is_host_memory)
@@ -61,15 +61,15 @@ def begin_host_memory(
     keep_reference: bool,
     device: Device,
 ) -> HostArena:
-    """Host memory for a worker whose model is still to be loaded; it is taken while that happens.
+    """Begin to allocate a worker's host memory in the background, while its model is loaded.
 
-    A collective of all workers where there are sizes.
+    If sizes are known, this is a collective of all workers.
 
     Args:
         settings: The policy's settings.
-        expected: The groups' sizes, as far as they are known already; nothing is taken yet where they are not.
+        expected: The groups' sizes; if they are not known yet, nothing is allocated.
         keep_reference: A reference will be kept.
-        device: Where the groups will live.
+        device: Device of the state groups.
 
     Raises:
         ConfigError: The state will not fit into host memory.
@@ -92,14 +92,14 @@ def build_manager(
     device: Device,
     teacher: Teacher | None = None,
 ) -> tuple[ResidencyManager, HostNeed]:
-    """The manager of one rank, with its host memory reserved and the reference taken, and what it needs.
+    """Build one rank's manager, reserve its host memory and copy the reference; return it and its host need.
 
     Raises:
         ConfigError: The state does not fit into host memory.
-        HostBudgetError: Host memory ran out while it was taken.
+        HostBudgetError: Host memory ran out during the reservation.
     """
     sizes = {**backend.expected_bytes(), **(teacher.expected_bytes() if teacher is not None else {})}
-    loaded = {PARAMS, PARAMS_PART, BASE, TEACHER, TEACHER_LAYER, TEACHER_HEAD}  # and gradients, where they have buffers
+    loaded = {PARAMS, PARAMS_PART, BASE, TEACHER, TEACHER_LAYER, TEACHER_HEAD}  # and gradients, if they have buffers
     groups = [*backend.state_groups(), *(teacher.state_groups() if teacher is not None else ())]
     params = next(group for group in groups if group.name == PARAMS)
     parts = [group for group in groups if row_of(group.name) == PARAMS_PART]

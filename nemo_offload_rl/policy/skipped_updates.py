@@ -1,8 +1,8 @@
-"""Updates that are skipped because the norm of their gradients is not finite: counted, told, and bounded.
+"""Counts, reports and limits updates that are skipped because their gradient norm is not finite.
 
-A NaN or an infinity in one gradient would be in every parameter after the update. verl and Megatron-LM (for float16)
-skip such an update too. It leaves parameters, optimizer states and the schedule as they were, so training goes on as if
-the batch had not been.
+A NaN or an infinity in one gradient would spread to every parameter in the update. verl and Megatron-LM (for float16)
+skip such updates too. A skipped update changes neither parameters nor optimizer states nor the schedule: training goes
+on as if the batch did not exist.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class SkippedUpdates:
     """Counts skipped updates in a row. Every rank counts the same, since they skip together.
 
     Args:
-        max_in_a_row: More than this end the run.
-        groups: Lists the worker's state, whose parameters are looked at before a run ends.
+        max_in_a_row: Most skipped updates in a row; one more ends the run.
+        groups: Lists the worker's state, whose parameters are checked before a run ends.
     """
 
     def __init__(self, max_in_a_row: int, groups: Callable[[], Iterable[StateGroup]] = tuple) -> None:
@@ -41,21 +41,21 @@ class SkippedUpdates:
 
     @property
     def leave_nothing_to_save(self) -> bool:
-        """Tell whether there were updates since the last save, or since the start, and none was applied."""
+        """Tells whether all updates since the last save, or since the start, were skipped, and there were some."""
         num_applied, num_skipped = self._since_save
         return bool(num_skipped) and not num_applied
 
     def saved(self) -> None:
-        """The state is saved."""
+        """Note that the state was saved."""
         self._since_save = [0, 0]
 
     def count(self, step: StepResult) -> None:
-        """Take note of an update.
+        """Count an update.
 
-        One that lowers the loss scale of float16 is not counted: that is how the scale is found.
+        A skipped update that lowers the loss scale of float16 is not counted: that is how the scale is found.
 
         Raises:
-            NonFiniteGradientsError: It is one too many.
+            NonFiniteGradientsError: Too many updates in a row were skipped.
         """
         self._since_save[step.is_skipped] += 1
         if not step.is_skipped:
@@ -90,7 +90,7 @@ def parameters_not_finite(
 
     Args:
         groups: All state.
-        host_view: What a tensor contains that is not on the device (`ResidencyManager.host_view`); None where it is.
+        host_view: Returns the host copy of a tensor, None if it is on the device (`ResidencyManager.host_view`).
     """
 
     def is_broken(tensor: Tensor) -> bool:
@@ -98,7 +98,7 @@ def parameters_not_finite(
         values = local_tensor(tensor) if view is None else view
         if not values.untyped_storage().nbytes():
             return False
-        # A sum takes no memory. Where it overflows, each value is looked at.
+        # A sum takes no memory. If it is not finite, it may have overflowed, so each value is checked.
         return not values.sum(dtype=torch.float32).isfinite() and not values.isfinite().all()
 
     return [
@@ -111,21 +111,21 @@ def parameters_not_finite(
 
 
 class ZeroGradients:
-    """Warns, once, of steps in a row whose gradients are exactly 0 although there is something to learn.
+    """Warns once if gradients are exactly 0 for several steps in a row although the batches have a learning signal.
 
-    Such a run goes on to its end and learns nothing: a huge weight makes the output constant, or masks and clipping
-    leave out every token.
+    Such a run ends normally but learns nothing: a huge weight makes the output constant, or masks and clipping leave
+    out every token.
     """
 
     def __init__(self) -> None:
         self._in_a_row = 0
 
     def count(self, batch: TrainBatch, result: TrainResult) -> None:
-        """Take note of a step.
+        """Count a step.
 
         Args:
-            batch: All of its rows, on the driver.
-            result: Of training on them.
+            batch: All rows of the step, on the driver.
+            result: Result of training on them.
         """
         has_target = bool(batch.loss_mask.any())
         if isinstance(batch, PolicyGradientBatch):
@@ -146,7 +146,7 @@ class ZeroGradients:
 
 
 def warn_of_skipped(result: TrainResult) -> None:
-    """One warning for all skipped updates of a step."""
+    """Log one warning for all skipped updates of a step."""
     norms = [str(norm) for norm, is_skipped in zip(result.grad_norm, result.is_skipped, strict=True) if is_skipped]
     if norms:
         logger.warning(

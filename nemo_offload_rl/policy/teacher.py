@@ -1,10 +1,9 @@
-"""A frozen model beside the policy in its worker: what its distributions are read from.
+"""A frozen teacher model in the policy's worker.
 
-It has a group of its own in the residency plan, and is on the device in the phase TEACHER_INFERENCE only; its layers
-may be groups of their own, which pass through the device one after the other in each pass. Where whole distributions
-are compared, the rows of its output layer that belong to this rank's part of the policy's vocabulary are another group,
-which training reads: its hidden states travel, H values a token, and its logits exist for one chunk of positions at a
-time.
+The teacher is a separate group in the residency plan and is on the device in the phase TEACHER_INFERENCE only. Its
+layers may be groups too, which pass through the device one by one in each pass. If whole distributions are compared,
+training needs the teacher's output layer: the rows for this rank's part of the policy's vocabulary are another group.
+The teacher then returns hidden states, H values a token, and training computes its logits in chunks of positions.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ class Teacher:
 
     Args:
         settings: See `TeacherSettings`.
-        process: This rank; process groups are there.
-        student: The policy's backend, which reads the output layer where that is a group.
+        process: This rank; its process groups exist already.
+        student: The policy's backend, which reads the teacher's output layer if whole distributions are compared.
     """
 
     def __init__(self, settings: TeacherSettings, process: ProcessInfo, student: PolicyBackend) -> None:
@@ -38,14 +37,14 @@ class Teacher:
             student.use_teacher_head(self._head)
 
     def state_groups(self) -> Sequence[StateGroup]:
-        """`teacher`, and `teacher_head` where training reads it."""
+        """Return the model's groups, and `teacher_head` if training reads the output layer."""
         head = self._head
         if head is None:
             return self.model.state_groups()
         return (*self.model.state_groups(), TensorGroup(TEACHER_HEAD, lambda: [("weight", head.weight)]))
 
     def expected_bytes(self) -> dict[str, int]:
-        """Host bytes of each row of the plan that they are in."""
+        """Return the host bytes of the teacher's groups, by row of the plan."""
         sizes: dict[str, int] = {}
         for group in self.state_groups():
             storages = unique_storages(group.tensors()).values()
@@ -54,7 +53,7 @@ class Teacher:
         return sizes
 
     def close(self) -> None:
-        """Give memory back."""
+        """Free the model's memory."""
         self.model.close()
 
     def _head_for(self, student: PolicyBackend) -> TeacherHead:

@@ -1,11 +1,11 @@
-"""One rank of the policy: a backend, the residency manager and the sender of weights. Plain Python; Ray wraps it.
+"""One rank of the policy: a backend, the residency manager and the sender of weights. A plain class, wrapped by Ray.
 
-Life of a worker in one step of RL with colocated generation:
+Calls of a worker in one step of RL with colocated generation:
 1. `prepare_for_lp_inference`, `get_logprobs`, `get_reference_logprobs`;
 2. `prepare_for_training`, `train` (each optimizer step inside OPTIM_STEP);
 3. `offload_before_refit`, `start_refit`, `next_bucket` until the last;
 4. `offload_after_refit`: everything is on the host while the engine generates.
-Every rank makes the same calls, since each of them gathers over all ranks.
+Every rank makes the same calls, since they contain collectives of all ranks.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class PolicyWorker:
 
     Args:
         settings: The policy's settings.
-        process: This rank and how it joins the others.
+        process: This rank, and how it joins the others.
         keep_reference: Keep a frozen copy of the initial parameters for `get_reference_logprobs`.
-        teacher: A frozen model of its own beside the policy, for `read_teacher`.
+        teacher: A separate frozen model for `read_teacher`.
     """
 
     def __init__(
@@ -77,20 +77,20 @@ class PolicyWorker:
         device = make_device(torch.device(process.device))
         limit_gpu_memory(settings.gpu_memory_limit_gib, device, process)
         self._communicators = make_communicators(settings, torch.device(process.device))
-        # Of two models the sizes are known once they are there.
+        # With a teacher, the sizes of both models are known only after they are built.
         expected = expected_bytes(settings, process) if teacher is None else ExpectedBytes({}, 0, 0)
         with ExitStack() as made:
-            # First: the workers of a host agree on what each takes of its memory.
+            # First, because the workers of a host then agree on their shares of its memory.
             join_process_group(process, made)
             arena = begin_host_memory(settings, expected, keep_reference, device)
             made.push(closing(arena))
             self._backend = build_backend(settings, process)
             made.push(closing(self._backend))
-            self._backend.clear_caches()  # building it may have filled some, and the engine is the next to come
+            self._backend.clear_caches()  # building may have filled some, and the engine needs the memory next
             self._teacher = None if teacher is None else Teacher(teacher, process, self._backend)
             if self._teacher is not None:
                 made.push(closing(self._teacher))
-            limit_collectives(process)  # of groups that the backend has made
+            limit_collectives(process)  # of the backend's process groups
             self.residency, self._host_need = build_manager(
                 settings, self._backend, keep_reference, arena, device, self._teacher
             )
@@ -101,7 +101,7 @@ class PolicyWorker:
         self._saver = CheckpointSaver(self.residency)
         self._passes = Passes(settings, self.residency, is_alone=self._backend.rank_info.world_size == 1)
         self._skipped = SkippedUpdates(settings.max_skipped_updates, self._backend.state_groups)
-        self._is_whole = True  # the state is that of the end of a call of `train`
+        self._is_whole = True  # False if an update broke off, or not all updates of a step were made
         self._sender: BucketSender | None = None
         self._refit_group: NcclGroup | None = None
         self._sends_to_other_devices = False
@@ -110,15 +110,15 @@ class PolicyWorker:
     # -- phases ----------------------------------------------------------------------------------------------------
 
     def prepare_for_training(self) -> TransitionReport:
-        """Parameters and optimizer on the device (the plan has the details)."""
+        """Bring parameters and optimizer to the device, as the residency plan says."""
         return self._enter(Phase.TRAINING)
 
     def prepare_for_lp_inference(self) -> TransitionReport:
-        """Parameters on the device, gradients freed."""
+        """Bring the parameters to the device and free gradients."""
         return self._enter(Phase.LP_INFERENCE)
 
     def prepare_for_teacher(self) -> TransitionReport:
-        """The teacher on the device; the policy may follow it where there is room."""
+        """Bring the teacher to the device; the policy may follow if there is room."""
         return self._enter(Phase.TEACHER_INFERENCE)
 
     def offload_before_refit(self) -> TransitionReport:
@@ -127,16 +127,19 @@ class PolicyWorker:
         return self._enter(Phase.REFIT)
 
     def release_memory(self, to_driver: bool = True) -> None:
-        """Release the memory of what has left by now; with `to_driver`, to it, and start further copies out."""
+        """Release the memory of finished copies out; with `to_driver`, to the CUDA driver, and start more copies."""
         self.residency.release_finished(to_driver=to_driver, starts_more=to_driver)
 
     def finish_leaving(self) -> None:
-        """Wait for the rest of what leaves, and collect garbage: beside generation, while nobody waits for this."""
+        """Wait for the remaining copies out and collect garbage; runs during generation, so no caller waits."""
         self.residency.finish_leaving()
         collect_garbage()
 
     def offload_after_refit(self, wait_for_all: bool = True) -> TransitionReport:
-        """Leave nothing on the device, waiting for all or for the engine's share; collectives may be impossible."""
+        """Move everything off the device; collectives may be impossible afterwards.
+
+        Without `wait_for_all`, return as soon as the engine has enough memory.
+        """
         if self._sender is not None:
             self._sender.release()
         return self._enter(Phase.GENERATION, waits_for_all=wait_for_all)
@@ -146,12 +149,12 @@ class PolicyWorker:
             return self._communicators.enter(self.residency, phase, waits_for_all=waits_for_all)
 
     def residency_plan(self) -> str:
-        """The resolved plan as a table, with the groups' sizes; below it, who takes what of the host's memory."""
+        """Render the resolved plan as a table with the groups' sizes, and below it the use of host memory."""
         line = render_host_plan(self._host_need, self._backend.device.type, self._workers_per_host)
         return f"{self.residency.plan.render(self._host_need.resolve().sizes)}\n{line}"
 
     def residency_reports(self) -> list[TransitionReport]:
-        """Transitions since the last call."""
+        """Return the transitions since the last call."""
         return self.residency.reports.drain()
 
     def _require(self, verb: str, *phases: Phase) -> None:
@@ -162,14 +165,14 @@ class PolicyWorker:
     # -- training --------------------------------------------------------------------------------------------------
 
     def train(self, batch: TrainBatch, loss_fn: LossFn, global_rows: int | None = None) -> TrainResult:
-        """One optimizer step for each global batch in this rank's shard, then one tick of the schedule.
+        """Make one optimizer step for each global batch in this rank's shard, then advance the schedule once.
 
-        The learning rate is the same for all of them, as in NeMo-RL. Without any update there is no tick.
+        All these steps have the same learning rate, as in NeMo-RL. The schedule stays if every update was skipped.
 
         Args:
             batch: Rows of this data-parallel rank, `train_global_batch_size / dp_size` for each step in turn.
             loss_fn: See `LossFn`.
-            global_rows: In the place of `train_global_batch_size`; None for that.
+            global_rows: Replaces `train_global_batch_size` if not None.
         """
         rows_per_step = (global_rows or self._settings.train_global_batch_size) // self._backend.rank_info.dp_size
         if len(batch) % rows_per_step or not len(batch):
@@ -195,7 +198,7 @@ class PolicyWorker:
         return result
 
     def forward_backward(self, batch: TrainBatch, loss_fn: LossFn) -> tuple[float, dict[str, float]]:
-        """Gradients of one global batch (this rank's rows of it); opens a training step.
+        """Compute the gradients of this rank's rows of one global batch; opens a training step.
 
         Returns:
             The loss and metrics of the global batch.
@@ -207,7 +210,7 @@ class PolicyWorker:
         loss, metrics = 0.0, dict[str, float]()
         self.residency.step_opened()
         try:
-            # Of a failed pass a part of the gradients is there; using them would be a wrong step.
+            # A failed pass leaves incomplete gradients, which must not be used.
             for attempt in self._passes.attempts(PassKind.TRAINING, micro_batches, self._backend.drop_grads):
                 with attempt:
                     loss, metrics = self._backend.forward_backward(
@@ -219,13 +222,13 @@ class PolicyWorker:
         return loss, metrics
 
     def optim_step(self, *, before_refit: bool = False) -> StepResult:
-        """Use the gradients, or skip the update where they are not finite; closes the training step.
+        """Apply the gradients, or skip the update if they are not finite; closes the training step.
 
         Args:
             before_refit: A refit may follow, if an engine shares the device (`ResidencyManager.streamed`).
 
         Raises:
-            NonFiniteGradientsError: On every rank, if `policy.max_skipped_updates` in a row were skipped before.
+            NonFiniteGradientsError: On every rank, if more than `policy.max_skipped_updates` in a row are skipped.
         """
         self._saver.wait_before_write()
         with (
@@ -241,14 +244,14 @@ class PolicyWorker:
         return result
 
     def zero_grad(self) -> None:
-        """Give up the gradients of an open step."""
+        """Drop the gradients of an open step and close it."""
         self._backend.drop_grads()
         self.residency.step_closed()
 
     def evaluate(self, batch: TrainBatch, loss_fn: LossFn, micro_batch_size: int | None = None) -> TrainResult:
-        """The loss of the whole batch as one global batch, without gradients; one entry, gradient norm 0.
+        """Compute the loss of the whole batch as one global batch, without gradients; one entry, gradient norm 0.
 
-        `micro_batch_size` in rows; None for that of training. With micro-batches made by tokens it is not read.
+        `micro_batch_size` is in rows; None for that of training. It is ignored if micro-batches are made by tokens.
         """
         self._require("evaluate", Phase.TRAINING, Phase.LP_INFERENCE)
         size = micro_batch_size or self._settings.train_micro_batch_size
@@ -267,14 +270,14 @@ class PolicyWorker:
     # -- logprobs --------------------------------------------------------------------------------------------------
 
     def get_logprobs(self, batch: TokenBatch, counted_only: bool = False) -> Tensor:
-        """Logprobs under the policy, over the tokens that rollouts are drawn from.
+        """Compute logprobs under the policy, over the tokens that rollouts are drawn from.
 
         Args:
             batch: Any tokens.
-            counted_only: Of a `TrainBatch`, compute no more than what its loss counts.
+            counted_only: Compute only tokens that the loss of a `TrainBatch` counts.
 
         Returns:
-            [B, S] float32 on the CPU; column 0, padding and what is not computed are 0.
+            [B, S] float32 on the CPU; column 0, padding and uncomputed tokens are 0.
         """
         self._require("get_logprobs", Phase.LP_INFERENCE, Phase.TRAINING)
         batch = logprob_inputs(batch, counted_only=counted_only)
@@ -286,7 +289,7 @@ class PolicyWorker:
         return in_rows_of(batch, plan, found)
 
     def get_reference_logprobs(self, batch: TokenBatch, counted_only: bool = False) -> Tensor:
-        """Over the whole vocabulary, under the frozen initial parameters; the policy's are back after it."""
+        """Compute logprobs under the frozen initial parameters, swapped in meanwhile, over the whole vocabulary."""
         self._require("get_reference_logprobs", Phase.LP_INFERENCE, Phase.TRAINING)
         batch = logprob_inputs(batch, counted_only=counted_only)
         plan, micro_batches = self._micro_batches(batch, is_training=False, size=self._settings.logprob_batch_size)
@@ -300,11 +303,11 @@ class PolicyWorker:
     # -- the teacher -----------------------------------------------------------------------------------------------
 
     def read_teacher(self, batch: TokenBatch) -> tuple[Tensor, ...]:
-        """What is known of the teacher's distribution before each token that the loss counts; 0 elsewhere.
+        """Read the teacher's distribution at each token that the loss counts; 0 elsewhere.
 
         Returns:
-            On the CPU, with a top-k: [B, S, K] float32 logprobs and [B, S, K] int32 ids; with all: [B, S, H] last
-            hidden states in the teacher's compute type.
+            On the CPU. With a top-k, [B, S, K] float32 logprobs and [B, S, K] int32 ids; for whole distributions,
+            [B, S, H] last hidden states in the teacher's compute type.
         """
         self._require("read_teacher", Phase.TEACHER_INFERENCE)
         teacher = self._teacher
@@ -327,7 +330,7 @@ class PolicyWorker:
     def _micro_batches[Batch: TokenBatch](
         self, batch: Batch, *, is_training: bool, size: int
     ) -> tuple[list[list[int]], list[Batch]]:
-        """Rows of each micro-batch, and the micro-batches."""
+        """Split a batch; return the rows of each micro-batch, and the micro-batches."""
         plan = micro_batch_rows(self._settings, batch, self._backend.all_reduce_max, is_training=is_training, size=size)
         return plan, self._trimmed(batch, plan)
 
@@ -338,11 +341,11 @@ class PolicyWorker:
     # -- refit -----------------------------------------------------------------------------------------------------
 
     def refit_work_bytes(self) -> int:
-        """What sending weights takes of this device beside them; 0 before the first refit."""
+        """Return the device bytes that sending weights takes in addition to them; 0 before the first refit."""
         return self.residency.work.needed_bytes(Phase.REFIT)
 
     def start_refit(self) -> None:
-        """Begin to send weights; an unfinished refit is dropped."""
+        """Begin to send weights, and drop an unfinished refit."""
         self._require("start_refit", Phase.REFIT, Phase.LP_INFERENCE, Phase.TRAINING)
         self.residency.wait_parameters()
         if self._sender is None:
@@ -350,13 +353,13 @@ class PolicyWorker:
         self._sender.start(self._backend.named_weights())
 
     def join_refit_group(self, address: RefitGroupAddress) -> None:
-        """Refits go over NCCL from now on: rank 0 joins the engines' communicator and sends for all."""
+        """Send refits over NCCL from now on: rank 0 joins the engines' communicator and sends for all ranks."""
         self._sends_to_other_devices = True
         if self._backend.rank_info.rank == 0:
             self._refit_group = NcclGroup(address, 0, self._backend.device)
 
     def _new_sender(self) -> BucketSender:
-        """Make this rank's sender: every rank sends on its own GPU; to other devices, and on CPU, rank 0 sends."""
+        """Make this rank's sender: every rank sends on its own GPU, but only rank 0 to other devices and on CPU."""
         specs, buffer_bytes = self._backend.weight_specs(), int(self._settings.refit_buffer_size_gib * 2**30)
         if self._refit_group is not None:
             return NcclSender(specs, buffer_bytes, self._refit_group)
@@ -365,16 +368,16 @@ class PolicyWorker:
         return (SharedMemorySender if self._backend.rank_info.rank == 0 else DiscardingSender)(specs, buffer_bytes)
 
     def next_bucket(self, starts_copies: bool = True) -> WeightBucket | None:
-        """The next bucket of the refit, None after the last; with `starts_copies`, further copies out begin."""
+        """Return the next bucket of the refit, None after the last; with `starts_copies`, start more copies out."""
         if self._sender is None:
             raise RuntimeError("next_bucket was called before start_refit")
         self.residency.release_finished(to_driver=False, starts_more=starts_copies)
         return self._sender.next_bucket()
 
     def abandon_refit(self) -> None:
-        """The engines are gone: give up an unfinished refit with all that it holds, and their communicator."""
+        """Give up an unfinished refit with its memory, and the communicator with engines that are gone."""
         if self._refit_group is not None:
-            # First: what is being sent never arrives, and everything after it on the device waits for it.
+            # First, because a pending send never completes and blocks all later work on the device.
             self._refit_group.close()
             self._refit_group = None
         if self._sender is not None:
@@ -382,32 +385,32 @@ class PolicyWorker:
             self._sender = None
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors under their Hugging Face names, as a refit sends them."""
+        """Yield full tensors under their Hugging Face names, as a refit sends them."""
         self.residency.wait_parameters()
         return self._backend.named_weights()
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, path: Path) -> None:
-        """Write model, optimizer, schedule and random state into the folder `path`, which appears whole."""
+        """Write model, optimizer, schedule and random state into the folder `path`, atomically."""
         self.start_save(path, in_background=False)
         self.finish_save()
 
     def start_save(self, path: Path, in_background: bool) -> None:
-        """Begin a save, in any phase; nothing is moved for it.
+        """Begin a save, in any phase, without moving state.
 
         Args:
-            path: The folder that `finish_save` makes appear.
-            in_background: Return once what is on the device has been copied; see `CheckpointSaver.wait_before_write`.
+            path: Final folder, created by `finish_save`.
+            in_background: Return once the state on the device is copied; see `CheckpointSaver.wait_before_write`.
 
         Raises:
-            CheckpointError: The folder cannot be made, or the save before this one failed.
+            CheckpointError: The folder cannot be made, or the previous save failed.
         """
         self._saver.start(path, self._backend.stage_save, in_background)
         self._skipped.saved()
 
     def save_problem(self) -> str | None:
-        """Why this rank's state must not be saved, in any phase; None where it may be."""
+        """Return the reason why this rank's state must not be saved, in any phase; None if it may be."""
         if not self._is_whole:
             return "an update broke off in the middle, or not all updates of the step were made"
         if self._skipped.leave_nothing_to_save:
@@ -416,28 +419,28 @@ class PolicyWorker:
         return f"{len(broken)} parameters are not finite, {broken[0]} first" if broken else None
 
     def save_is_done(self) -> bool:
-        """Whether `finish_save` would not wait."""
+        """Tell whether `finish_save` would not wait."""
         return self._saver.is_done()
 
     def finish_save(self) -> Mapping[str, str]:
-        """Wait for the save under way, if there is one, and give its folder its name.
+        """Wait for the save under way, if any, and give its folder its final name.
 
         Returns:
             Checksum of each file that this rank has written, by its path in the folder.
 
         Raises:
-            CheckpointError: It could not be written; nothing of it is left.
+            CheckpointError: The save failed; its files are removed.
         """
         return self._saver.finish()
 
     def damaged_files(self, folder: Path, checksums: Mapping[str, str]) -> dict[str, str]:
-        """Files that are not as they were written; see `utils.checksums`."""
+        """Find files that changed since they were written; see `utils.checksums`."""
         return damaged_files(folder, checksums)
 
     def load_checkpoint(self, path: Path) -> None:
-        """Read what a save wrote, in any phase. The reference stays what the worker was made with.
+        """Read a checkpoint, in any phase. The reference does not change.
 
-        Takes no more of the device than a training step: streamed parts of the optimizer come one after the other.
+        This takes no more device memory than a training step: streamed parts of the optimizer come one by one.
         """
         self._saver.wait_before_write()
         with (
@@ -451,14 +454,14 @@ class PolicyWorker:
         """Write a Hugging Face folder with weights in the compute precision, in any phase.
 
         Returns:
-            On rank 0, which writes, the checksum of each file by its path in the folder.
+            Checksum of each file by its path in the folder, on rank 0, which writes; else {}.
         """
         with self._communicators.resumed(), self.residency.checkpoint_view(PARAMS, BASE):
             self._backend.export_hf(path)
         return file_checksums(path, files_below(path)) if self._backend.rank_info.rank == 0 else {}
 
     def shutdown(self) -> None:
-        """Free host memory and leave the process group; the worker is of no use afterwards."""
+        """Free host memory and leave the process group; the worker cannot be used afterwards."""
         self._saver.wait_before_write()
         with ExitStack() as ends:
             ends.callback(self._made.close)

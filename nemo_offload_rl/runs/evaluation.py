@@ -48,7 +48,7 @@ type Results = dict[str, dict[str, float | None]]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Sampled responses in groups of `num_tests_per_prompt`, and maybe greedy ones; with `votes`, answers are counted."""
+    """Sampled responses in groups of `num_tests_per_prompt`, and greedy ones or None; `votes` asks for cons@k."""
 
     sampled: RolloutBatch
     greedy: RolloutBatch | None
