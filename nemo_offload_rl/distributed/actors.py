@@ -1,4 +1,4 @@
-"""The only Ray actor class: it builds any plain class from an import path and forwards calls to it."""
+"""The only Ray actor class, which builds any plain class from an import path and forwards calls to it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nemo_offload_rl.utils.liveness import dump_stacks_on_signal, own_stacks, sh
 
 
 def import_factory(path: str) -> Any:
-    """The class or function that `"package.module:name"` stands for."""
+    """Import the class or function that `"package.module:name"` stands for."""
     module, separator, name = path.partition(":")
     if not separator:
         raise ValueError(f"A factory is written package.module:name, not {path}")
@@ -28,13 +28,13 @@ def import_factory(path: str) -> Any:
 
 @dataclass(frozen=True)
 class WorkerLocation:
-    """Where a worker runs.
+    """Host and process of a worker.
 
     Attributes:
         node_id: Ray's name of the host.
         address: IP address of the host.
         pid: Process id on that host.
-        stderr_path: The file on that host to which Ray sends what the process writes to standard error.
+        stderr_path: File on that host with the process's standard error.
     """
 
     node_id: str
@@ -45,26 +45,26 @@ class WorkerLocation:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a call, and warnings of this package in its process since the call before."""
+    """The result of a call, and this package's warnings in the process since the previous call."""
 
     value: Any
     warnings: list[str]
 
 
 class HostedWorker:
-    """The object in the actor's process; its constructor cannot fail, so that errors of `build` keep their type."""
+    """The object in the actor's process; not the constructor but `build` can fail, so that errors keep their type."""
 
     def __init__(self) -> None:
         self._worker: Any = None
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal; the driver decides how a run ends
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # sent by a terminal; the driver decides how a run ends
         set_up_logging()  # into the process's own log file
         dump_stacks_on_signal()
         self._warnings = _Warnings()
         logging.getLogger("nemo_offload_rl").addHandler(self._warnings)
 
     def location(self) -> WorkerLocation:
-        """Where this worker runs."""
+        """Return the host and process of this worker."""
         return WorkerLocation(
             node_id=ray.get_runtime_context().get_node_id(),
             address=ray.util.get_node_ip_address(),
@@ -95,7 +95,7 @@ class HostedWorker:
         return Outcome(value, self._warnings.drain())
 
     def stacks(self) -> str:
-        """Python stacks of the other threads, for workers that run several calls at a time."""
+        """Return the Python stacks of the other threads, for workers that run several calls at a time."""
         return own_stacks()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The driver's end of one or several vLLM engines, each a Ray actor that shares its slot with a policy worker."""
+"""The driver's side of one or several vLLM engines, each a Ray actor."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _MAX_REQUESTS_IN_FLIGHT = 256
 
 
 class RayGenerationEngine:
-    """Implements `GenerationEngine` for all engines together: prompts are shared out, everything else goes to each.
+    """Implements `GenerationEngine` for all engines together: prompts are split among them, other calls go to each.
 
-    The engines start while the constructor returns; `wait_until_ready` or the first call waits for them.
+    The constructor does not wait for the engines to start; `wait_until_ready` or the first call does.
 
     Args:
         cluster: Slots of the engines, which end with the cluster.
-        settings: The engines; engine i has `seed` + i.
+        settings: Settings of the engines; engine i has `seed` + i.
         env_vars: Override variables that vLLM needs in its environment.
 
     Raises:
@@ -77,7 +77,7 @@ class RayGenerationEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingSettings, num_samples: int = 1
     ) -> list[list[Completion]]:
-        """See `GenerationEngine`; with a seed the draws do not depend on the number of engines."""
+        """See `GenerationEngine`; with a seed, the draws do not depend on the number of engines."""
         bounds = _shares(len(prompts), self._group.world_size)
         shares = []
         for start, end in bounds:
@@ -88,14 +88,14 @@ class RayGenerationEngine:
     async def generate_async(
         self, prompt: Sequence[int], sampling: SamplingSettings, num_samples: int = 1
     ) -> list[Completion]:
-        """Completions of one prompt from the next engine in turn; needs `async_engine` to overlap with others."""
+        """Generate completions of one prompt on the next engine in turn; calls overlap only with `async_engine`."""
         results = await self._group.run_one(
             next(self._turn), VllmEngine.generate, [list(prompt)], sampling, num_samples
         )
         return results[0]
 
     def open_rollouts(self, sampling: Sequence[SamplingSettings]) -> list[str]:
-        """Open a rollout for each sampling, engine by engine in turn: the base URL of each for a client of OpenAI's."""
+        """Open a rollout for each sampling, on the engines in turn; return each base URL for a client of OpenAI's."""
         names = [uuid.uuid4().hex for _ in sampling]
         size = self._group.world_size
         urls = self._group.run_all(AsyncVllmEngine.endpoint_url)
@@ -104,7 +104,7 @@ class RayGenerationEngine:
         return [f"{urls[index % size]}/rollouts/{name}/v1" for index, name in enumerate(names)]
 
     def take_rollouts(self, base_urls: Sequence[str]) -> list[list[ServedCall]]:
-        """The calls of each rollout that `open_rollouts` opened, which are closed; the URLs as it returned them."""
+        """Close rollouts by the URLs that `open_rollouts` returned, and return the calls of each."""
         names = [url.split("/")[-2] for url in base_urls]
         size = self._group.world_size
         answers = self._group.run_each(
@@ -115,20 +115,20 @@ class RayGenerationEngine:
 
     @property
     def num_devices(self) -> int:
-        """Devices of all engines."""
+        """Number of devices of all engines."""
         return self._group.world_size * self._tp_size
 
     def join_refit_group(self, address: RefitGroupAddress) -> None:
-        """Every device joins the communicator of refits, from rank 1 on; rank 0 is the policy's."""
+        """Have every device join the refit communicator, from rank 1 on; rank 0 is the policy's."""
         ranks = [1 + engine * self._tp_size for engine in range(self._group.world_size)]
         self._group.run_each(VllmEngine.join_refit_group, [(address, rank) for rank in ranks])
 
     def name_processes(self, names: Mapping[int, str]) -> None:
-        """Name the processes that share the devices, for messages."""
+        """Tell the engines the names of processes that share the devices, for messages."""
         self._group.run_all(VllmEngine.name_processes, dict(names))
 
     def wait_for_room(self, tags: Sequence[str], beside_bytes: int = 0) -> bool:
-        """See `GenerationEngine`; returns when there is room on every device."""
+        """See `GenerationEngine`; return whether every device has room."""
         return all(self._group.run_all(VllmEngine.wait_for_room, list(tags), beside_bytes))
 
     def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
@@ -140,7 +140,7 @@ class RayGenerationEngine:
         self._group.run_all(VllmEngine.finish_generation, discard_weights)
 
     def load_bucket(self, bucket: WeightBucket) -> None:
-        """See `GenerationEngine`; returns when every engine has copied the bucket."""
+        """See `GenerationEngine`; return when every engine has copied the bucket."""
         self._group.run_all(VllmEngine.load_bucket, bucket)
 
     def finish_refit(self) -> None:
@@ -161,7 +161,7 @@ class RayGenerationEngine:
 
 
 def _of_engine(settings: VllmSettings, number: int) -> VllmSettings:
-    """Settings of one of several engines: its seed, and its port."""
+    """Return the settings of one engine, with its own seed and port."""
     endpoint = settings.endpoint
     if endpoint is not None:
         endpoint = replace(endpoint, listening=endpoint.listening.further(number))
@@ -169,7 +169,7 @@ def _of_engine(settings: VllmSettings, number: int) -> VllmSettings:
 
 
 def _shares(count: int, parts: int) -> list[tuple[int, int]]:
-    """Contiguous ranges whose sizes differ by at most one."""
+    """Split `count` items into contiguous ranges whose sizes differ by at most one."""
     base, extra = divmod(count, parts)
     bounds, start = [], 0
     for part in range(parts):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def start_local_policy(
     settings: PolicySettings, keep_reference: bool, device: str = "cpu", teacher: TeacherSettings | None = None
 ) -> Policy:
-    """A policy of one worker in this process; `device` as torch names it, with its index."""
+    """Start a policy of one worker in this process; `device` is torch's name with its index."""
     from nemo_offload_rl.policy.policy import Policy
     from nemo_offload_rl.policy.worker import PolicyWorker
     from nemo_offload_rl.protocols.backend import ProcessInfo  # here, since the model library takes seconds
@@ -25,7 +25,7 @@ def start_local_policy(
 
 
 class LocalWorkerGroup:
-    """One worker behind the `WorkerGroup` protocol, without another process; calls run at once in this thread.
+    """One worker behind the `WorkerGroup` protocol; calls run at once in this thread.
 
     Args:
         worker: A worker of world size 1.

@@ -11,7 +11,7 @@ from nemo_offload_rl.keys.worker import PolicySettings, TeacherSettings
 from nemo_offload_rl.policy.policy import Policy
 from nemo_offload_rl.protocols.backend import ProcessInfo
 
-# The driver ends a call that hangs before torch ends the processes that wait in it, whose stacks say more.
+# The driver's time limit is shorter than torch's, so that the stacks of hanging processes can still be logged.
 _COLLECTIVE_SHARE = 1.25
 
 
@@ -22,11 +22,11 @@ def start_policy(
     teacher: TeacherSettings | None = None,
     wait: Callable[[], None] | None = None,
 ) -> Policy:
-    """One policy worker in every slot of the cluster, behind the driver's facade. The workers start while this returns.
+    """Start one policy worker in every slot of the cluster, without waiting for them, and return the `Policy`.
 
     Args:
         cluster: Slots of the workers, which end with the cluster.
-        settings: The policy.
+        settings: The policy's settings.
         keep_reference: Keep the initial parameters for reference logprobs.
         teacher: A separate frozen model in each worker.
         wait: Called while the workers import their libraries; they allocate device memory only after it returns.
@@ -64,13 +64,13 @@ def policy_env_vars(settings: PolicySettings, cpu_workers_per_node: int | None) 
     """Environment variables of a policy worker, set before any import.
 
     Args:
-        settings: The policy.
-        cpu_workers_per_node: Workers that share a host's CPUs; None for workers with a GPU each.
+        settings: The policy's settings.
+        cpu_workers_per_node: Workers that share a host's CPUs; None for workers on GPUs.
     """
     env_vars: dict[str, str] = {}
     if cpu_workers_per_node is not None:
-        # Ray gives a worker one thread for its share of a CPU. The engine rests while the policy computes. Threads
-        # that spin while they wait make a step up to ten times slower as soon as another process needs a core.
+        # Ray gives a worker one thread for its share of a CPU, but the engine is idle while the policy computes.
+        # Threads that spin while waiting make a step up to ten times slower as soon as another process needs a core.
         threads = max(1, (os.cpu_count() or 1) // cpu_workers_per_node)
         env_vars |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
     return {**env_vars, **settings.backend.worker_env_vars}

@@ -1,4 +1,4 @@
-"""Joins a running Ray cluster or starts one on this machine, and watches the daemons that it cannot work without."""
+"""Joins a running Ray cluster or starts one on this machine, and watches Ray's daemons."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ logger = logging.getLogger(__name__)
 
 _CPU_OBJECT_STORE_BYTES = 256 * 2**20
 _ANSWER_TIMEOUT_S = 10.0
-_CHECK_PERIOD_S = 1.0  # of processes of this host; a GCS on another is asked less often
+_CHECK_PERIOD_S = 1.0  # for processes of this host; a GCS on another host is checked less often
 _GCS_CHECK_PERIOD_S = 10.0
 _GCS_TIMEOUT_S = 2.0
 _TOKEN_FILE = Path(".ray/auth_token")  # below the home folder
 _TOKEN_BYTES = 32
-# What Ray appends to the folder of its sessions, with the longest process id.
+# Longest path that Ray appends to the folder of its sessions.
 _LONGEST_SOCKET = "ray/session_2026-11-27_12-24-53_296993_4194304/sockets/plasma_store.1"
 
 
 class Daemons:
-    """Ray's own processes, without which a run ends sooner or later.
+    """Watches Ray's own processes, whose loss ends a run sooner or later.
 
-    1. The end of an agent makes the raylet of its host end, and with it all workers of the host.
-    2. Without the GCS, Ray ends every process of the cluster after a minute, this one too.
+    1. If an agent ends, the raylet of its host ends, and with it all workers of the host.
+    2. If the GCS ends, Ray ends every process of the cluster after a minute, including this one.
 
     Args:
-        started: Children of this process that a local cluster consists of; none of a cluster that was joined.
+        started: Child processes that form a local cluster; empty if a cluster was joined.
     """
 
     def __init__(self, started: list[psutil.Process]) -> None:
@@ -58,7 +58,7 @@ class Daemons:
                     self._processes.append((process.name(), process))
 
     def ended(self) -> str | None:
-        """Name of the first daemon that has ended, the cause before its consequences; None while all run."""
+        """Return the first daemon that has ended, causes before consequences; None while all run."""
         for name, process in self._processes:
             if not _runs(process):
                 return f"Ray's {name} (process {process.pid})"
@@ -67,7 +67,7 @@ class Daemons:
         return None
 
     def error(self) -> WorkerDiedError | None:
-        """The error that explains all others if a daemon has ended."""
+        """Return the error that explains all others if a daemon has ended, else None."""
         ended = self.ended()
         if ended is None:
             return None
@@ -77,7 +77,7 @@ class Daemons:
         )
 
     def check(self) -> None:
-        """Look at the daemons now and then; raise `error` only once, so that the run can still save."""
+        """Check the daemons once in a period; raise `error` only once, so that the run can still save."""
         now_s = time.monotonic()
         if self._is_told or now_s - self._checked_s < self._period_s:
             return
@@ -91,20 +91,20 @@ def start_ray(settings: ClusterConfig, log_to_driver: bool) -> list[psutil.Proce
     """Join the cluster of RAY_ADDRESS, or start Ray on this machine.
 
     Args:
-        settings: Of the run.
+        settings: The run's cluster settings.
         log_to_driver: Show the workers' output in this process.
 
     Returns:
-        The processes that were started.
+        The started processes.
 
     Raises:
         ConfigError: There is no cluster at RAY_ADDRESS, or Ray does not start here.
     """
-    # The hook of `uv run` would build a new environment for every worker.
+    # Ray's hook for `uv run` would build a new environment for every worker.
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
     # Ray 2.60 announces a change of this default; workers without GPUs must not see any.
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "1"
-    # It reports at every start that the local cluster is protected by a token.
+    # This logger reports at every start that the local cluster is protected by a token.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     common: dict[str, Any] = {"log_to_driver": log_to_driver, "logging_level": logging.WARNING}
     if "RAY_ADDRESS" in os.environ:
@@ -113,14 +113,13 @@ def start_ray(settings: ClusterConfig, log_to_driver: bool) -> list[psutil.Proce
     if settings.device_type == "cpu":
         common |= {"object_store_memory": _CPU_OBJECT_STORE_BYTES, "num_gpus": 0}
     os.environ.update(as_started_here())
-    # Ray serves its metrics on all interfaces and to everybody. Nobody knows the port of a cluster that ends with
-    # its run.
+    # Ray would serve metrics to everybody on all interfaces. Nobody reads them, since the cluster ends with its run.
     os.environ.setdefault("RAY_enable_metrics_collection", "0")
     others = set(psutil.Process().children())
     try:
         _write_token()
         folder = _temp_folder()
-        # "local": never another user's cluster on this machine.
+        # "local" never joins another user's cluster on this machine.
         ray.init(address="local", include_dashboard=False, _temp_dir=folder, **common)
     except Exception as error:  # Ray raises plain ones
         for process in set(psutil.Process().children()) - others:
@@ -147,7 +146,7 @@ def _check_answers(address: str) -> None:
     """Refuse an address where nothing listens; Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     if not port.isdigit():
-        return  # "auto" and the like, which Ray looks up
+        return  # such as "auto", which Ray looks up
     if (error := _connection_error(host, int(port), _ANSWER_TIMEOUT_S)) is not None:
         raise ConfigError(
             f"no Ray cluster answers at RAY_ADDRESS={address} ({error.strerror or error}); start it, or unset "
@@ -156,7 +155,7 @@ def _check_answers(address: str) -> None:
 
 
 def _connection_error(host: str, port: int, timeout_s: float) -> OSError | None:
-    """The error of an attempt to connect; None if something listens."""
+    """Try to connect; return the error, None if something listens."""
     try:
         socket.create_connection((host, port), timeout=timeout_s).close()
     except OSError as error:
@@ -165,7 +164,7 @@ def _connection_error(host: str, port: int, timeout_s: float) -> OSError | None:
 
 
 def _write_token() -> None:
-    """Make the token of local clusters before Ray does, whose file every user of the machine could read."""
+    """Create the token of local clusters before Ray does, because every user could read Ray's file."""
     path = Path.home() / _TOKEN_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
@@ -180,7 +179,7 @@ def _write_token() -> None:
 
 
 def _temp_folder() -> str | None:
-    """The folder of Ray's sessions; None for Ray's own choice, unless that is too long for the path of a socket."""
+    """Choose a folder for Ray's sessions whose socket paths are short enough; None for Ray's default folder."""
     chosen = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     folder = short_folder(chosen, _LONGEST_SOCKET)
     if folder == chosen:
@@ -190,7 +189,7 @@ def _temp_folder() -> str | None:
 
 
 def _is_agent(process: psutil.Process) -> bool:
-    """Tell whether a child of the raylet is one of its agents, not a worker."""
+    """Tell whether a child of the raylet is an agent, not a worker."""
     try:
         return "agent" in " ".join(process.cmdline()).lower()
     except psutil.NoSuchProcess:
@@ -205,7 +204,7 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _listens(address: str) -> bool:
-    """Tell whether something listens at an address, or its host is slow to answer."""
+    """Return False only if the connection to an address is refused; a slow host counts as listening."""
     host, _, port = address.rpartition(":")
     error = _connection_error(host.strip("[]"), int(port), _GCS_TIMEOUT_S)
     return not isinstance(error, ConnectionRefusedError)

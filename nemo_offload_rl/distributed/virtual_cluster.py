@@ -1,9 +1,9 @@
-"""Slots for workers: one bundle of its host's placement group for each device, shared by the worker groups in turn.
+"""Reserves slots for workers: one bundle of a Ray placement group for each device, shared by the worker groups.
 
 1. `cluster_session` joins the cluster of RAY_ADDRESS, or starts Ray on this machine.
 2. `VirtualCluster` reserves a bundle {CPU: 1, and GPU: 1 if there are GPUs} for each device, in one placement group for
-   each host. Ray itself might put the bundles of two hosts onto one that is large enough, or spread one host's over
-   several.
+   each host. With a single placement group, Ray might put the bundles of two hosts onto one large host, or spread one
+   host's bundles over several.
 3. Worker groups place rank i into bundle i, each with an equal share of the bundle.
 4. When the `with` block ends, however it ends, every worker is killed and Ray is shut down.
 """
@@ -46,7 +46,7 @@ _HOST_TIMEOUT_S = 120.0
 
 
 class Group(Workers, Protocol):
-    """A worker group, as far as its cluster needs it."""
+    """The part of a worker group that its cluster needs."""
 
     def shutdown(self) -> None:
         """End every worker process; safe to call twice."""
@@ -54,11 +54,11 @@ class Group(Workers, Protocol):
 
 
 class VirtualCluster:
-    """Reserved slots, and the worker groups that live in them.
+    """Reserved slots, and the worker groups in them.
 
     Args:
         settings: The numbers of devices and hosts.
-        num_colocated_groups: Worker groups that share each slot.
+        num_colocated_groups: Number of worker groups that share each slot.
         started: Ray's processes that this process has started; None if it has joined a cluster.
 
     Attributes:
@@ -82,7 +82,7 @@ class VirtualCluster:
 
     @property
     def groups(self) -> Sequence[Group]:
-        """The worker groups of the whole run, also those in further slots."""
+        """All worker groups of the run, including those in further slots."""
         return self._run_groups
 
     @property
@@ -91,13 +91,13 @@ class VirtualCluster:
         return len(self._slots)
 
     def local_rank(self, slot: int) -> int:
-        """Position of a slot on its host."""
+        """Return the position of a slot on its host."""
         return slot % self.settings.workers_per_node
 
     def actor_options(self, slot: int, env_vars: dict[str, str], num_slots: int = 1) -> dict[str, Any]:
-        """Ray options of a worker in `slot`; it sees only its slot's GPU, as `cuda:0`, or those of all its slots."""
+        """Return Ray options of a worker, which sees only the GPUs of its `num_slots` slots, from `cuda:0` on."""
         if num_slots > 1 and self.settings.device_type == "cuda":
-            # Ray would show it the GPU of its own bundle alone.
+            # Ray would show the worker only the GPU of its first bundle.
             env_vars = {
                 **env_vars,
                 "CUDA_VISIBLE_DEVICES": ",".join(self._gpu_id(slot + i) for i in range(num_slots)),
@@ -115,17 +115,17 @@ class VirtualCluster:
         return options
 
     def _gpu_id(self, slot: int) -> str:
-        """The slot's GPU as its host counts it."""
+        """Return the index of the slot's GPU on its host."""
         ask = ray.remote(lambda: ray.get_gpu_ids()[0])
         return str(_answer_of_host(ask.options(**self.actor_options(slot, {})).remote()))
 
     def rendezvous(self) -> tuple[str, int]:
-        """Address and free port on slot 0's host, another port at each call."""
+        """Return the address of slot 0's host and a free port on it, a different one at each call."""
         search = (self.settings.master_port_range_low, self.settings.master_port_range_high, set(self._given_ports))
         if self._slots[0].node_id == ray.get_runtime_context().get_node_id():
             address, port = ray.util.get_node_ip_address(), find_free_port(*search)
         else:
-            # On the slot's host but outside of the slot, which a worker may fill.
+            # On the slot's host but outside of the slot, which workers may use up.
             there = NodeAffinitySchedulingStrategy(self._slots[0].node_id, soft=False)
             find = ray.remote(lambda: (ray.util.get_node_ip_address(), find_free_port(*search)))
             address, port = _answer_of_host(find.options(num_cpus=0, scheduling_strategy=there).remote())
@@ -133,10 +133,10 @@ class VirtualCluster:
         return address, port
 
     def register(self, group: Group) -> None:
-        """Admit a worker group, to be shut down with the cluster, latest group first.
+        """Add a worker group, which is shut down with the cluster, latest group first.
 
         Raises:
-            RuntimeError: All shares of the slots are taken; Ray would let the group wait forever.
+            RuntimeError: All shares of the slots are taken; in Ray the group would wait forever.
         """
         if len(self._groups) == self._num_colocated_groups:
             raise RuntimeError(f"Each slot is shared by {self._num_colocated_groups} worker groups at most")
@@ -144,20 +144,20 @@ class VirtualCluster:
         self._run_groups.append(group)
 
     def unregister(self, group: Group) -> None:
-        """Let another group take the place of one that has ended."""
+        """Remove a group that has ended, so that another one can take its place."""
         if group in self._groups:
             self._groups.remove(group)
             self._run_groups.remove(group)
 
     def beside(self, settings: ClusterConfig) -> VirtualCluster:
-        """Further slots of the same Ray cluster, each for one worker group; they end with this cluster."""
+        """Reserve further slots of the same Ray cluster, each for one worker group; they end with this cluster."""
         other = VirtualCluster(settings, num_colocated_groups=1)
         other._run_groups, other.daemons = self._run_groups, self.daemons
         self._beside.append(other)
         return other
 
     def shutdown(self) -> None:
-        """End every worker and give the slots back; safe to call twice."""
+        """End every worker and release the slots; safe to call twice."""
         for other in self._beside:
             other.shutdown()
         for group in reversed(self._groups.copy()):
@@ -169,31 +169,31 @@ class VirtualCluster:
 def cluster_session(
     settings: ClusterConfig, *, num_colocated_groups: int = 2, log_to_driver: bool = False
 ) -> Iterator[VirtualCluster]:
-    """A cluster for the `with` block; afterwards no worker is left, whatever happened inside.
+    """Open a cluster for the `with` block; afterwards no worker is left, whatever happened inside.
 
-    SIGTERM, SIGHUP and SIGUSR1 end the block like Ctrl-C does, with exit status 128 + their number. A Ray that is
-    started here and its workers ignore all four, which a terminal or a batch system sends to all processes of a job:
-    the driver decides when they end. A Ray that ran before is left running.
+    SIGTERM, SIGHUP and SIGUSR1 end the block like Ctrl-C does, with exit status 128 + their number. A terminal or a
+    batch system may send these four signals to all processes of a job. Ray, if it is started here, and its workers
+    ignore them: the driver decides when they end. A Ray that ran before is left running.
 
     Args:
         settings: The numbers of devices and hosts.
-        num_colocated_groups: Worker groups that share each device.
-        log_to_driver: Show the workers' output in this process; it is in Ray's session folder in any case.
+        num_colocated_groups: Number of worker groups that share each device.
+        log_to_driver: Show the workers' output in this process; Ray's session folder has it in any case.
 
     Raises:
         ConfigError: The cluster has fewer devices than requested, or the environment asks for expandable segments.
     """
     if settings.device_type == "cuda":
         _refuse_expandable_segments()
-    dump_stacks_on_signal()  # the signal that asks workers for their stacks would end this process
+    dump_stacks_on_signal()  # else the signal that asks workers for their stacks would end this process
     started_here = not ray.is_initialized()
     cluster: VirtualCluster | None = None
     started: list[psutil.Process] = []
     try:
         if started_here:
-            with _stop_signals_blocked():  # children inherit that
+            with _stop_signals_blocked():  # children inherit the signal mask
                 started = start_ray(settings, log_to_driver)
-        # Inside, because ray.init installs a handler of its own, under which the driver aborts.
+        # After ray.init, which installs a handler that aborts the driver.
         with _signals_as_exit():
             cluster = VirtualCluster(settings, num_colocated_groups, started)
             yield cluster
@@ -212,7 +212,7 @@ def cluster_session(
 
 
 def _answer_of_host(task: Any) -> Any:
-    """The result of a short task on a host of the cluster."""
+    """Wait for the result of a short task on a host of the cluster."""
     try:
         return ray.get(task, timeout=_HOST_TIMEOUT_S)
     except (GetTimeoutError, RaySystemError, WorkerCrashedError, TaskUnschedulableError) as error:
@@ -232,7 +232,7 @@ def _refuse_expandable_segments() -> None:
 
 @contextmanager
 def _stop_signals_blocked() -> Iterator[None]:
-    """Delay signals of `STOP_SIGNALS` to the end of the block; processes and threads made in it never get them."""
+    """Delay `STOP_SIGNALS` to the end of the block; processes and threads made in it never get them."""
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -242,7 +242,7 @@ def _stop_signals_blocked() -> Iterator[None]:
 
 @contextmanager
 def _handling(numbers: Sequence[int], handler: Any) -> Iterator[None]:
-    """Handle signals in the block; does nothing outside of the main thread, since only that one may."""
+    """Handle signals in the block; do nothing outside of the main thread, where Python cannot set handlers."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -263,7 +263,7 @@ def _signals_as_exit() -> Iterator[None]:
         raise SystemExit(status[0])
 
     numbers = [number for number in STOP_SIGNALS if number != signal.SIGINT]
-    # Under `nohup` SIGHUP is ignored, and stays so.
+    # SIGHUP stays ignored under `nohup`.
     heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
     try:
         with _handling(heard, leave):
@@ -278,8 +278,8 @@ def _signals_as_exit() -> Iterator[None]:
 def _shut_ray_down(daemons: list[psutil.Process]) -> None:
     """Shut Ray down, killing all its processes as soon as the first daemon has ended.
 
-    Ray alone sends SIGTERM, which its daemons ignore here, to one daemon after the other, and kills each a second
-    later; processes that they have started, such as the raylet's agents, end even later.
+    By itself, Ray sends SIGTERM to one daemon after the other, which they ignore here, and kills each a second later.
+    Processes that they have started, such as the raylet's agents, would end even later.
     """
     processes = list(daemons)
     for daemon in daemons:
@@ -298,15 +298,15 @@ def _shut_ray_down(daemons: list[psutil.Process]) -> None:
 
 
 def _any_ended(daemons: list[psutil.Process]) -> bool:
-    """Tell whether one of Ray's daemons has been killed; the others then wait for each other for minutes."""
+    """Tell whether one of Ray's daemons has ended; the others would then wait for each other for minutes."""
     ended, _ = psutil.wait_procs(daemons, timeout=_DAEMON_END_S)
     return bool(ended)
 
 
 def _end_without_ray(status: int) -> None:
-    """Kill the rest of the local cluster, without whose daemons each call of Ray waits a minute for them.
+    """Kill the rest of the local cluster, because each call of Ray would wait a minute for its lost daemons.
 
-    Ray's library crashes at the end of a process that did not call `ray.shutdown`, so that end is cut short.
+    Ray's library crashes at the end of a process that did not call `ray.shutdown`, so this process exits early.
 
     Args:
         status: Exit status of this process.
@@ -326,7 +326,7 @@ def _exit_at_once(status: int) -> None:
 
 
 def _exit_status(error: BaseException | None) -> int:
-    """The status with which `utils/cli.py` ends a process after `error`."""
+    """Return the status with which `utils/cli.py` ends a process after `error`."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, KeyboardInterrupt):
@@ -335,13 +335,13 @@ def _exit_status(error: BaseException | None) -> int:
 
 
 def find_free_port(low: int, high: int, given: Collection[int] = ()) -> int:
-    """A port from `low` to `high`, both included and without those `given`, that nothing on this host listens on.
+    """Find a port from `low` to `high`, both included, without those `given`, that nothing on this host listens on.
 
-    The search starts at a random place: jobs that start on one host at the same moment seldom get the same port,
-    although it is listened on only seconds after it was found.
+    The search starts at a random port. So jobs that start on one host at the same moment seldom get the same port,
+    although a port is used only seconds after it was found.
 
     Raises:
-        ConfigError: All are taken.
+        ConfigError: All ports are taken.
     """
     size = high - low + 1
     first = secrets.randbelow(size) if size > 0 else 0
@@ -374,10 +374,10 @@ class Slot:
 
 
 def reserve_slots(settings: ClusterConfig) -> list[Slot]:
-    """A slot for each device, host by host, the driver's host first.
+    """Reserve a slot for each device, host by host, the driver's host first.
 
     Raises:
-        ConfigError: The cluster has too few hosts with enough devices, or they are taken.
+        ConfigError: Too few hosts of the cluster have enough devices, or the devices are not free.
     """
     _check_resources(settings)
     deadline_s = time.monotonic() + _TIMEOUT_S
@@ -406,7 +406,7 @@ def reserve_slots(settings: ClusterConfig) -> list[Slot]:
 
 
 def release_groups(groups: Iterable[PlacementGroup]) -> None:
-    """Give hosts back."""
+    """Remove placement groups, which frees their hosts."""
     if ray.is_initialized():
         for group in groups:
             remove_placement_group(group)

@@ -1,13 +1,13 @@
-"""Watches calls of workers: warns of slow ones, and ends a call in which no worker makes progress any more.
+"""Watches calls of workers: warns of slow calls, and ends a call in which no worker makes progress any more.
 
-1. While a caller waits for workers it calls `CallWatch.tick` about once a second.
+1. While a caller waits for workers, it calls `CallWatch.tick` about once a second.
 2. After `cluster.call_warning_s`, and after each doubling of that time, a warning names the workers that have not
-   answered. A call that has taken longer before gets twice its longest time first.
+   answered. The first warning waits at least twice the longest time that this method has taken before.
 3. After `cluster.call_timeout_s` the workers are examined on their hosts. Recent progress of a worker (see
    `utils/liveness.py`) postpones the end; otherwise the Python stacks of all workers are logged, and `WorkerHungError`
    is raised.
 
-Only seconds in which this process ran count, so that a job that was suspended for hours goes on.
+Only time in which this process ran counts, so that a job survives a suspension of hours.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class Workers(Protocol):
     """The workers of a group."""
 
     def label(self, rank: int) -> str:
-        """Name and number, such as "policy worker 1"."""
+        """Return name and number, such as "policy worker 1"."""
         ...
 
     def locations(self) -> Mapping[int, WorkerLocation]:
-        """Locations by rank, without workers that have not started yet."""
+        """Return locations by rank, without workers that have not started yet."""
         ...
 
     def own_stacks(self) -> Mapping[int, str]:
-        """Stacks by rank, from workers that can run this call while they run another."""
+        """Return stacks by rank, from workers that can run this call while they run another."""
         ...
 
     @property
@@ -66,7 +66,7 @@ class CallTimes:
     Attributes:
         warning_s: `cluster.call_warning_s`.
         timeout_s: `cluster.call_timeout_s`.
-        longest_s: By method.
+        longest_s: Longest time by method.
     """
 
     warning_s: float
@@ -75,12 +75,12 @@ class CallTimes:
 
     @classmethod
     def of(cls, settings: ClusterConfig) -> CallTimes:
-        """The configured limits, before any call."""
+        """Take the configured limits, before any call."""
         return cls(settings.call_warning_s, settings.call_timeout_s, {})
 
 
 class _StackLog:
-    """Logs stacks once where several threads wait for workers that hang for the same reason."""
+    """Logs stacks only once if several threads wait for workers that hang for the same reason."""
 
     _PAUSE_S = 60.0
 
@@ -89,7 +89,7 @@ class _StackLog:
         self._shown_s = -self._PAUSE_S
 
     def show(self, groups: Iterable[Workers]) -> None:
-        """Log the stacks of all workers, unless that was done a moment ago."""
+        """Log the stacks of all workers, unless that was done within the last `_PAUSE_S`."""
         with self._lock:
             if time.monotonic() - self._shown_s >= self._PAUSE_S:
                 logger.error("the Python stacks of all workers:\n%s", render_stacks(groups))
@@ -100,13 +100,13 @@ _stack_log = _StackLog()
 
 
 class CallWatch:
-    """The time of one call.
+    """Watches the time of one call.
 
     Args:
         workers: The workers that are called.
-        everyone: All groups of the run, whose stacks are logged at the end.
+        everyone: All groups of the run, whose stacks are logged if the call hangs.
         method: The call.
-        times: Limits of the group.
+        times: Time limits of the group.
     """
 
     def __init__(self, workers: Workers, everyone: Sequence[Workers], method: str, times: CallTimes) -> None:
@@ -126,7 +126,7 @@ class CallWatch:
             ranks: Workers that have not answered.
 
         Raises:
-            WorkerHungError: None of them has made progress for `cluster.call_timeout_s`.
+            WorkerHungError: None of these workers has made progress for `cluster.call_timeout_s`.
         """
         self._count()
         if self._waited_s >= self._warns_after_s:
@@ -136,7 +136,7 @@ class CallWatch:
             self._end_or_put_off(ranks)
 
     def answered(self) -> None:
-        """All workers have answered; remember how long that took."""
+        """Note that all workers have answered, and remember the time of the call."""
         self._count()
         longest_s = self._times.longest_s
         longest_s[self._method] = max(self._waited_s, longest_s.get(self._method, 0.0))
@@ -222,7 +222,7 @@ _examine_there = ray.remote(max_retries=0)(_examine_here)
 
 
 def render_stacks(groups: Iterable[Workers]) -> str:
-    """The stacks of all workers as text; workers with the same stacks share one entry."""
+    """Render the stacks of all workers as text; workers with the same stacks share one entry."""
     groups = list(groups)
     alike: dict[str, list[str]] = {}
     own = {group.label(rank): text for group in groups for rank, text in group.own_stacks().items()}

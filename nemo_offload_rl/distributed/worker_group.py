@@ -1,11 +1,11 @@
 """All ranks of one kind of worker as Ray actors, behind `WorkerGroup`.
 
-1. The constructor starts one actor in each slot, and it or `build` begins to build the workers, all at once; neither
-   waits.
-2. The first call (or `wait_until_ready`) waits for them and raises their errors.
+1. The constructor starts one actor in each slot. The constructor or `build` begins to build all workers at once.
+   Neither waits.
+2. The first call (or `wait_until_ready`) waits for the workers and raises their errors.
 3. A call fails with the first error of any rank, without waiting for ranks that hang because of it.
 4. A call in which no rank makes progress any more fails too (see `watch.py`).
-5. After an error or a death the group is good for `shutdown` only, unless the caller knows the workers to be in step.
+5. After an error or a death only `shutdown` may be called, unless the caller knows that the workers are in step.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from nemo_offload_rl.residency import DeviceOutOfMemoryError
 
 logger = logging.getLogger(__name__)
 
-# When one rank dies its peers fail in the same collective, often before Ray has noticed the death.
+# When a rank dies, its peers fail in the same collective, often before Ray notices the death.
 _LATE_CAUSE_S = 1.5
 _CLOSE_TIMEOUT_S = 5.0
 _EXIT_TIMEOUT_S = 10.0
 _LAST_WORDS_LINES = 40
 _NAMES_SIGNAL = re.compile(r"\bSIG[A-Z]{3,}\b|Fatal Python error")
-# The error of a rank whose peer has left in the middle of a collective; gloo has no type of its own for it.
+# Error of a rank whose peer has left during a collective; gloo has no exception type for it.
 _LOST_CONNECTION = re.compile(r"connection (closed|reset|refused)|broken pipe", re.IGNORECASE)
 
 
@@ -51,16 +51,16 @@ class WorkerSpec:
     """Specification of a group.
 
     Attributes:
-        name: For messages, such as "policy" or "vllm".
+        name: Name in messages, such as "policy" or "vllm".
         factory: `"package.module:Class"`, imported in the worker's process.
         libraries: `"package.module:function"`, called with `kwargs` as soon as the process runs, to import modules of
-            the class before `build`. Its errors are dropped, since the class meets them again.
+            the class before `build`. Its errors are dropped, since `build` raises them again.
         kwargs: Arguments of the class, the same for every rank.
         per_rank_kwargs: More arguments, by rank; empty for none.
-        env_vars: Set in the worker's process before any import; they win over the rendezvous variables.
-        num_workers: Ranks; None for as many as the slots allow.
-        slots_per_worker: Neighbouring slots of one worker, whose GPUs it sees.
-        max_concurrency: Calls that one worker runs at a time, each in a thread.
+        env_vars: Variables set in the worker's process before any import; they override the rendezvous variables.
+        num_workers: Number of ranks; None for as many as the slots allow.
+        slots_per_worker: Number of neighbouring slots of one worker, whose GPUs it sees.
+        max_concurrency: Number of calls that one worker runs at a time, each in a thread.
     """
 
     name: str
@@ -76,7 +76,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class PendingCall:
-    """A call on its way."""
+    """A call that may still run."""
 
     method: str
     refs: tuple[Any, ...]
@@ -91,7 +91,7 @@ class RayWorkerGroup:
     Args:
         cluster: Slots of the workers, which end with the cluster.
         spec: See `WorkerSpec`.
-        builds: Build the workers at once; otherwise on `build`.
+        builds: Build the workers at once; otherwise `build` does.
     """
 
     def __init__(self, cluster: VirtualCluster, spec: WorkerSpec, *, builds: bool = True) -> None:
@@ -126,7 +126,7 @@ class RayWorkerGroup:
         self._raised: list[BaseException] = []
         # A call that was interrupted, or failed on some ranks only, may still run on others.
         self._unfinished: set[PendingCall] = set()
-        self._building: PendingCall | None = PendingCall("build", ())  # not begun: nothing to close either
+        self._building: PendingCall | None = PendingCall("build", ())  # not begun, so there is nothing to close either
         if builds:
             self.build()
 
@@ -145,7 +145,7 @@ class RayWorkerGroup:
         return len(self._actors)
 
     def has_raised(self, error: BaseException) -> bool:
-        """Whether a call of this group raised this very object, which tells it from another group's."""
+        """Tell whether a call of this group raised this very object, not a call of another group."""
         return any(error is each for each in self._raised)
 
     def wait_until_ready(self) -> None:
@@ -162,11 +162,11 @@ class RayWorkerGroup:
             self._results(building)
 
     def pids(self) -> list[int]:
-        """Process ids by rank, each on its own host."""
+        """Return process ids by rank, each on its own host."""
         return [location.pid for location in self._collect(PendingCall("location", tuple(self._location_refs)))]
 
     def local_pids(self) -> list[int]:
-        """Process ids of the workers on the driver's host."""
+        """Return process ids of the workers on the driver's host."""
         self.wait_until_ready()
         return [location.pid for location in self._local_locations().values()]
 
@@ -203,8 +203,8 @@ class RayWorkerGroup:
     def start_all[**P, R](self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> Callable[[], list[R]]:
         """See `WorkerGroup`.
 
-        Arguments travel with the call; Ray puts those above 100 kB into its object store. A `ray.put` once for all
-        ranks makes a small call take nearly twice as long (benchmarks/call_latency.py).
+        Arguments are sent with the call; Ray puts those above 100 kB into its object store. One `ray.put` for all
+        ranks would make a small call take nearly twice as long (benchmarks/call_latency.py).
         """
         self.wait_until_ready()
         refs = tuple(actor.call.remote(method.__name__, (args, kwargs)) for actor in self._actors)
@@ -273,8 +273,8 @@ class RayWorkerGroup:
             raise
 
     def _collect(self, call: PendingCall) -> list[Any]:
-        """Results by rank, or the error that explains the failure best, as soon as there is one."""
-        self._unfinished.add(call)  # two threads may each have one
+        """Return results by rank, or raise the error that explains the failure best, as soon as there is one."""
+        self._unfinished.add(call)  # a set, since several threads may each have a call
         results = self._gather(call)
         self._unfinished.discard(call)
         return results
@@ -300,7 +300,7 @@ class RayWorkerGroup:
                 results[rank] = ray.get(done[0])
             except RayError as error:
                 errors.append(original_error(error, self._label_with_host(rank), call.method))
-                if isinstance(errors[-1], WorkerDiedError) and self._actors:  # and was not ended by `shutdown`
+                if isinstance(errors[-1], WorkerDiedError) and self._actors:  # not ended by `shutdown`
                     self._show_last_words(rank)
                 if isinstance(errors[-1], UserError):
                     break
@@ -315,7 +315,7 @@ class RayWorkerGroup:
         return [results[rank] for rank in range(len(call.refs))]
 
     def _show_last_words(self, rank: int) -> None:
-        """Log the end of a dead worker's standard error, which has the reason of a crash in native code."""
+        """Log the end of a dead worker's standard error, which names the reason of a crash in native code."""
         location = self._local_locations().get(rank)
         if location is None:
             return
@@ -329,7 +329,7 @@ class RayWorkerGroup:
             logger.error("the last words of %s, from %s:\n%s", self.label(rank), location.stderr_path, "\n".join(lines))
 
     def locations(self) -> dict[int, WorkerLocation]:
-        """Where the workers run, by rank; without those that have not started yet."""
+        """Return the workers' locations by rank, without workers that have not started yet."""
         ready, _ = ray.wait(self._location_refs, num_returns=len(self._location_refs), timeout=0)
         found: dict[int, WorkerLocation] = {}
         for rank, ref in enumerate(self._location_refs):
@@ -339,7 +339,7 @@ class RayWorkerGroup:
         return found
 
     def own_stacks(self) -> dict[int, str]:
-        """Python stacks by rank, from workers that can run this call while they run another."""
+        """Return Python stacks by rank, from workers that can run this call while they run another."""
         if self._spec.max_concurrency == 1:
             return {}
         refs = [actor.stacks.remote() for actor in self._actors]
@@ -352,12 +352,12 @@ class RayWorkerGroup:
         return found
 
     def _local_locations(self) -> dict[int, WorkerLocation]:
-        """Locations on the driver's host; process ids and paths of other hosts have no meaning here."""
+        """Return locations on the driver's host; process ids and paths of other hosts have no meaning here."""
         here = ray.get_runtime_context().get_node_id()
         return {rank: location for rank, location in self.locations().items() if location.node_id == here}
 
     def _local_processes(self) -> list[psutil.Process]:
-        """The workers of the driver's host and their descendants, which may outlive a worker that is killed."""
+        """List the workers on the driver's host and their descendants, which may outlive a killed worker."""
         found = []
         for location in self._local_locations().values():
             with suppress(psutil.NoSuchProcess):
@@ -367,7 +367,7 @@ class RayWorkerGroup:
 
 
 def _best_explanation(errors: list[BaseException]) -> BaseException:
-    """A death explains its peers' errors; a `UserError` explains more than a bug, and a bug than a lost connection."""
+    """Choose the error that explains most: a death, then another `UserError`, a bug, and last a lost connection."""
 
     def order(error: BaseException) -> int:
         if isinstance(error, UserError):
@@ -378,7 +378,7 @@ def _best_explanation(errors: list[BaseException]) -> BaseException:
 
 
 def original_error(error: RayError, worker: str, method: str) -> BaseException:
-    """The exception that the driver raises for an error of Ray.
+    """Convert an error of Ray to the exception that the driver raises.
 
     Args:
         error: Ray's exception for one call.
@@ -386,7 +386,7 @@ def original_error(error: RayError, worker: str, method: str) -> BaseException:
         method: The call.
 
     Returns:
-        The worker's own exception, with the remote traceback as a note, as a `UserError` if the device lacks memory;
+        The worker's exception, with the remote traceback as a note, or a `UserError` if it ran out of device memory;
         `WorkerDiedError` with Ray's cause if its process ended; otherwise `error` itself.
     """
     if isinstance(error, RayTaskError):
@@ -418,7 +418,7 @@ def original_error(error: RayError, worker: str, method: str) -> BaseException:
 
 
 def _one_line_cause(text: str) -> str:
-    """Ray's several lines as one that ends in the cause, without ids."""
+    """Shorten Ray's message of several lines to one that ends in the cause, without ids."""
     exit_detail = re.search(r"Worker exit detail: (.*?)(?= If the process was killed by the kernel|$)", text, re.DOTALL)
     if exit_detail:
         pid = re.search(r"^\s*pid: (\d+)", text, re.MULTILINE)
