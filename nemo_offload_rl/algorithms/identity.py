@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 type Identity = Mapping[str, Mapping[str, str]]
 """The `name` and `digest` of each configuration key; the digest is "" if the contents are not available."""
 
-_NUM_TENSORS, _NUM_ELEMENTS = 256, 256  # most tensors to read, and most elements of each
+_NUM_TENSORS, _NUM_ELEMENTS = 256, 256  # limits: tensors to read, elements of each
 _TEXT = "The 1st of 12,345 tests:\n\tnaïve café 世界 x_i = -3.14e-2 == f(a, b); 🙂 don't"
 _SHORT = 60
 

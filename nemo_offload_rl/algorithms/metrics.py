@@ -235,7 +235,7 @@ WARNED_AFTER = 3
 
 
 class IdleSteps:
-    """Counts steps in a row without a learning signal: all advantages are 0, e.g. since all rewards are equal.
+    """Counts steps in a row without a learning signal: all advantages are 0, as when all rewards are equal.
 
     Warns after `WARNED_AFTER` such steps, and again whenever their number has doubled.
     """

@@ -35,7 +35,7 @@ _ROLLOUT_PHASES = ("generation", "exposed_generation", "reward", "validation")
 
 
 class RolloutLoop:
-    """The parts of a step that do not depend on what is trained.
+    """The parts of a step that all algorithms with rollouts share.
 
     Args:
         settings: The keys of the algorithm's section.
@@ -161,7 +161,7 @@ class RolloutLoop:
         return batch
 
     def rows_of_updates(self, rollouts: RolloutBatch) -> list[Tensor] | None:
-        """Split the rows of `rollouts.collate` into updates of as many rollouts; None if each rollout is one row."""
+        """Group the rows of `rollouts.collate` by update, equally many rollouts each; None if a rollout is one row."""
         owners = rollouts.row_owners()
         if len(owners) == len(rollouts):
             return None

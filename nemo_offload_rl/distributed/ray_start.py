@@ -113,7 +113,7 @@ def start_ray(settings: ClusterConfig, log_to_driver: bool) -> list[psutil.Proce
     if settings.device_type == "cpu":
         common |= {"object_store_memory": _CPU_OBJECT_STORE_BYTES, "num_gpus": 0}
     os.environ.update(as_started_here())
-    # Ray would serve metrics to everybody on all interfaces. Nobody reads them, since the cluster ends with its run.
+    # Ray would serve metrics to everybody on all interfaces; nobody knows the port of a cluster that ends with its run.
     os.environ.setdefault("RAY_enable_metrics_collection", "0")
     others = set(psutil.Process().children())
     try:

@@ -171,9 +171,9 @@ def cluster_session(
 ) -> Iterator[VirtualCluster]:
     """Open a cluster for the `with` block; afterwards no worker is left, whatever happened inside.
 
-    SIGTERM, SIGHUP and SIGUSR1 end the block like Ctrl-C does, with exit status 128 + their number. A terminal or a
-    batch system may send these four signals to all processes of a job. Ray, if it is started here, and its workers
-    ignore them: the driver decides when they end. A Ray that ran before is left running.
+    SIGTERM, SIGHUP and SIGUSR1 end the block like Ctrl-C does, with exit status 128 + their number. If Ray is started
+    here, its processes and workers ignore these signals and SIGINT, which a terminal or a batch system sends to all
+    processes of a job: the driver decides when they end. A Ray that ran before is left running.
 
     Args:
         settings: The numbers of devices and hosts.
@@ -306,7 +306,7 @@ def _any_ended(daemons: list[psutil.Process]) -> bool:
 def _end_without_ray(status: int) -> None:
     """Kill the rest of the local cluster, because each call of Ray would wait a minute for its lost daemons.
 
-    Ray's library crashes at the end of a process that did not call `ray.shutdown`, so this process exits early.
+    Ray's library crashes at the end of a process that did not call `ray.shutdown`, so `os._exit` ends this one first.
 
     Args:
         status: Exit status of this process.

@@ -251,11 +251,11 @@ class RayWorkerGroup:
         return [outcome.value for outcome in outcomes.values()]
 
     def label(self, rank: int) -> str:
-        """Name and number of a worker, for messages."""
+        """Return name and number of a worker, for messages."""
         return f"{self._spec.name} worker {rank}"
 
     def _label_with_host(self, rank: int) -> str:
-        """The label, and the address of a host that is not the driver's."""
+        """Return the label, with the host's address if it is not the driver's host."""
         location = self.locations().get(rank)
         is_remote = location is not None and location.node_id != ray.get_runtime_context().get_node_id()
         return f"{self.label(rank)} on {location.address}" if location and is_remote else self.label(rank)

@@ -110,7 +110,7 @@ class Passes:
 
     @property
     def state_advice(self) -> str:
-        """Advice that makes room for state."""
+        """Advice on how to make room for state."""
         # Streamed parameters are for one worker only, so more GPUs are no option.
         last = "use a GPU with more memory" if self._settings.backend.streams_parameters else "use more GPUs"
         return ", or ".join([*self._streaming, last])

@@ -96,7 +96,7 @@ class Policy:
         teacher: The workers' teacher.
 
     Raises:
-        ConfigError: The number of workers is no multiple of those that a copy of the model takes.
+        ConfigError: The number of workers is no multiple of the ranks that a copy of the model takes.
     """
 
     def __init__(self, group: WorkerGroup, settings: PolicySettings, teacher: TeacherSettings | None = None) -> None:

@@ -86,7 +86,7 @@ class SkippedUpdates:
 def parameters_not_finite(
     groups: Iterable[StateGroup], host_view: Callable[[Tensor], Tensor | None] = lambda tensor: None
 ) -> list[str]:
-    """Names of parameters with a NaN or an infinity.
+    """List the names of parameters with a NaN or an infinity.
 
     Args:
         groups: All state.

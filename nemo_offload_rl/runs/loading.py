@@ -32,7 +32,7 @@ def load_grpo_config(path: str | Path, overrides: Sequence[str] = ()) -> GrpoCon
         overrides: Hydra overrides, applied in order.
 
     Raises:
-        ConfigError: One line that says what is wrong and what to change.
+        ConfigError: The configuration is wrong; its one line says how to correct it.
     """
     return _load("grpo", path, overrides)
 
@@ -65,7 +65,7 @@ def load_for_planning(path: str | Path, overrides: Sequence[str] = ()) -> tuple[
         overrides: Hydra overrides, applied in order.
 
     Raises:
-        ConfigError: One line that says what is wrong and what to change.
+        ConfigError: The configuration is wrong; its one line says how to correct it.
     """
     from nemo_offload_rl.config.algorithms import ALGORITHMS
     from nemo_offload_rl.config.validate import validate_keys
