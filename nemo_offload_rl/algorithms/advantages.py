@@ -170,9 +170,9 @@ def group_advantages(
     """Subtract the group's baseline from each reward, and optionally divide by a standard deviation.
 
     With `leave_one_out` the baseline of a response is the mean reward of the others in its group (RLOO, arXiv
-    2402.14740), otherwise the mean of the whole group (GRPO, arXiv 2402.03300). The deviation is the sample standard
-    deviation (divisor n - 1) of the same rewards. As in NeMo-RL, a deviation of 0 does not divide, so the only right
-    response of a group keeps its advantage. A group of equal rewards gives 0.
+    2402.14740), otherwise the mean of the whole group (GRPO, arXiv 2402.03300). The deviation (divisor n - 1) is of the
+    same rewards. As in NeMo-RL, a deviation of 0 does not divide, so the only right response of a group keeps its
+    advantage. A group of equal rewards gives 0.
 
     Args:
         rewards_PG: [P, G] float rewards.

@@ -135,7 +135,7 @@ class CheckpointKeeper:
         return (self.settings.metric_name or "").startswith("val:")
 
     def warn_of_unranked(self, val_period: int) -> None:
-        """Warn if a metric of validation ranks checkpoints and some are saved without it: these are removed first."""
+        """Warn if validation ranks checkpoints but some are saved without one: these are removed first."""
         settings = self.settings
         ranks = settings.enabled and self.ranks_by_validation and settings.keep_top_k is not None
         if ranks and val_period and settings.save_period % val_period:

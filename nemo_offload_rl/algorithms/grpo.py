@@ -196,7 +196,7 @@ class GrpoTrainer:
         prev_logprobs: Tensor | None,
         reference_logprobs: Tensor | None,
     ) -> Tensor:
-        """Return advantages [B, S], computed within each group."""
+        """Compute advantages [B, S]."""
         rewards_PG = rewards.reshape(rollouts.num_prompts, rollouts.group_size)
         advantages = self._code.advantages(rollouts, rewards_PG, batch.loss_mask)
         if advantages is not None:

@@ -35,8 +35,8 @@ def run_identity(config: RolloutConfig | SupervisedConfig, tokenizer: PreTrained
     """Return the identity of a run; empty if it saves no checkpoints.
 
     Args:
-        config: The run's configuration.
-        tokenizer: The run's tokenizer.
+        config: The run.
+        tokenizer: As loaded for the run.
 
     Raises:
         UserError: The weights of a model folder cannot be read.

@@ -91,9 +91,9 @@ def train_metrics(
 
     Args:
         groups: The step's groups, with the environments' rewards.
-        rewards: [B] rewards of the trained rollouts, after scaling and shaping; unscored rollouts are left out.
-        advantages: [B] advantages of the trained rollouts.
-        result: Result of the step's training.
+        rewards: [B] of the trained rollouts, after scaling and shaping; unscored ones are left out.
+        advantages: [B] of the trained rollouts.
+        result: Result of the training.
         seconds: Seconds by phase, from the step's timer.
         speed: Gives `training_mfu`; None leaves it out.
     """

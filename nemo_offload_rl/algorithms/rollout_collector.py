@@ -34,9 +34,9 @@ class Collected[Drawn]:
     """The rollouts of a step.
 
     Attributes:
-        drawn: The rollouts, as `Draw` returned them.
-        version: Version of the weights with which they began.
-        age: Number of steps that the weights were trained since.
+        drawn: The result of `Draw`.
+        version: Version of the weights with which it began.
+        age: Steps that the weights were trained since.
     """
 
     drawn: Drawn
@@ -67,9 +67,9 @@ class RolloutCollector[Item, Drawn]:
     Args:
         draw: Draws the rollouts of a step.
         loader: Gives out the prompts.
-        max_age: Greatest age of a step's rollouts; the module docstring defines the age.
-        first_step: First step that is trained, from 1.
-        last_step: Last step that is trained.
+        max_age: Greatest age of a step's rollouts.
+        first_step: First step to train, from 1.
+        last_step: Last step to train.
     """
 
     def __init__(

@@ -181,12 +181,12 @@ class RunEnd:
         """Wrap the loop; at its end save what is not saved, and raise the exception that sets the exit status.
 
         Args:
-            step: Last step that is done and on disk already.
+            step: Last step that is on disk already.
             last_step: The run's last step.
 
         Raises:
-            KeyboardInterrupt: SIGINT has stopped the run.
-            SystemExit: Another signal has stopped the run; the status is 128 + its number.
+            KeyboardInterrupt: SIGINT stopped the run.
+            SystemExit: Another signal stopped it; the status is 128 + its number.
         """
         self._saved_step = self._begun_step = step
         self._deadline.start()

@@ -166,7 +166,7 @@ class SupervisedTrainer:
             self._logger.commit()
 
     def step(self, step: int, is_last: bool) -> None:
-        """Run one step: data, reference logprobs, training, validation, saving."""
+        """Run one step."""
         parts, timer = self._parts, self._timer
         with timer.phase("data"):
             items = next(parts.loader)

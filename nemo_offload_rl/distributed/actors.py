@@ -34,7 +34,7 @@ class WorkerLocation:
         node_id: Ray's name of the host.
         address: IP address of the host.
         pid: Process id on that host.
-        stderr_path: File on that host with the process's standard error.
+        stderr_path: File on that host with the standard error.
     """
 
     node_id: str

@@ -406,7 +406,7 @@ def reserve_slots(settings: ClusterConfig) -> list[Slot]:
 
 
 def release_groups(groups: Iterable[PlacementGroup]) -> None:
-    """Remove placement groups, which frees their hosts."""
+    """Remove placement groups."""
     if ray.is_initialized():
         for group in groups:
             remove_placement_group(group)

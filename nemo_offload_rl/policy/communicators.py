@@ -16,7 +16,7 @@ _OFF = "set policy.suspend_nccl_comms=false"
 
 
 def make_communicators(settings: PolicySettings, device: torch.device) -> Communicators:
-    """Make the object that suspends and resumes a worker's communicators, or does nothing if that is off.
+    """Make the object that suspends and resumes a worker's communicators, if that is on.
 
     Raises:
         ConfigError: Suspending is on, but would fail or gain nothing.

@@ -187,10 +187,9 @@ class TrainingPace:
     def before_micro_batch(self, index: int) -> None:
         """Release the memory of finished copies out, and prefetch state for the optimizer step. Does not block.
 
-        A prefetch before the first micro-batch leaves most time for the copies. But the device is idle then, and waits
-        while the host allocates their memory (0.25 s for 76 GiB on an H200), so with many micro-batches the prefetch
-        is before the second. State that had no room, because copies out were still under way, is prefetched before the
-        last micro-batch.
+        A prefetch before the first micro-batch leaves most time for the copies, but the idle device waits while the
+        host allocates their memory (0.25 s for 76 GiB on an H200). So with many micro-batches it is before the second.
+        State that had no room then is prefetched before the last micro-batch.
         """
         first = 1 if self.num_micro_batches >= MANY_MICRO_BATCHES else 0
         if index in (first, self.num_micro_batches - 1):

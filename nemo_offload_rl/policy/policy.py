@@ -83,7 +83,7 @@ class _Ranks:
         return [shards[dp_rank] for dp_rank in self._dp_ranks]
 
     def each_once[Result](self, results: Sequence[Result]) -> list[Result]:
-        """Select one result for each data-parallel rank from the results of all ranks."""
+        """Select one result for each data-parallel rank."""
         return [results[self._dp_ranks.index(dp_rank)] for dp_rank in range(self.dp_size)]
 
 
@@ -207,7 +207,7 @@ class Policy:
         return torch.cat(self._ranks.each_once(found))[: len(batch)]
 
     def get_reference_logprobs(self, batch: TokenBatch, *, counted_only: bool = False) -> Tensor:
-        """Compute logprobs as `get_logprobs`, under the frozen initial parameters and over the whole vocabulary."""
+        """See `get_logprobs`; under the frozen initial parameters, over the whole vocabulary."""
         shards = self._ranks.deal(logprob_inputs(batch, counted_only=counted_only))
         found = self._group.run_each(PolicyWorker.get_reference_logprobs, [(shard, counted_only) for shard in shards])
         return torch.cat(self._ranks.each_once(found))[: len(batch)]

@@ -25,7 +25,7 @@ class Teacher:
     Args:
         settings: See `TeacherSettings`.
         process: This rank; its process groups exist already.
-        student: The policy's backend, which reads the teacher's output layer if whole distributions are compared.
+        student: The policy's backend, which may read the teacher's output layer.
     """
 
     def __init__(self, settings: TeacherSettings, process: ProcessInfo, student: PolicyBackend) -> None:

@@ -136,10 +136,7 @@ class PolicyWorker:
         collect_garbage()
 
     def offload_after_refit(self, wait_for_all: bool = True) -> TransitionReport:
-        """Move everything off the device; collectives may be impossible afterwards.
-
-        Without `wait_for_all`, return as soon as the engine has enough memory.
-        """
+        """Move everything off the device; wait for all or the engine's share. Collectives may be impossible then."""
         if self._sender is not None:
             self._sender.release()
         return self._enter(Phase.GENERATION, waits_for_all=wait_for_all)
@@ -330,7 +327,7 @@ class PolicyWorker:
     def _micro_batches[Batch: TokenBatch](
         self, batch: Batch, *, is_training: bool, size: int
     ) -> tuple[list[list[int]], list[Batch]]:
-        """Split a batch; return the rows of each micro-batch, and the micro-batches."""
+        """Return the rows of each micro-batch, and the micro-batches."""
         plan = micro_batch_rows(self._settings, batch, self._backend.all_reduce_max, is_training=is_training, size=size)
         return plan, self._trimmed(batch, plan)
 

@@ -180,7 +180,7 @@ def evaluation_engine(config: EvalConfig) -> Iterator[RayGenerationEngine]:
 
 
 def render(results: Results) -> str:
-    """Render results as a text table with one column for each data set."""
+    """Render a text table with one column for each data set."""
     names = list(results)
     rows = [["", *names]]
     rows += [[metric, *(_text(metric, results[name][metric]) for name in names)] for metric in results[names[0]]]

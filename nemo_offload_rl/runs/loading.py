@@ -58,7 +58,7 @@ def load_eval_config(path: str | Path, overrides: Sequence[str] = ()) -> EvalCon
 
 
 def load_for_planning(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, RuleSet[Any]]:
-    """Load a run's keys, each checked on its own, and the rules between them, unchecked.
+    """Load a run's keys, each checked on its own, and its unchecked rules.
 
     Args:
         path: A YAML file of a run that trains; its sections determine the algorithm.

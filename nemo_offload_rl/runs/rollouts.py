@@ -170,7 +170,7 @@ def open_run(
 
 
 def _endpoint(config: RolloutConfig, workers: GrpoWorkers) -> EndpointParts | None:
-    """Return the endpoint for agents; None if it is not configured."""
+    """Return the endpoint for agents, if any."""
     endpoint = config.engine.endpoint
     if endpoint is None:
         return None

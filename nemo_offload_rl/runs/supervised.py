@@ -148,7 +148,7 @@ def local_policy(config: SupervisedConfig, keep_reference: bool) -> Iterator[Pol
 
 @dataclass(frozen=True)
 class _Run:
-    """Parts of a run that `run_sft` and `run_dpo` pass to `_train`."""
+    """Arguments from `run_sft` and `run_dpo`."""
 
     name: str
     config: SupervisedConfig

@@ -45,7 +45,7 @@ class GrpoWorkers:
     Args:
         policy: The policy.
         engine: The engines.
-        generation: Tells whether devices are shared, and how often the engines may be restarted.
+        generation: Settings of the engines.
         cluster: The policy's cluster.
         timer: Timer of the start; gets the phases `engine` and `policy`, until each is ready.
 
@@ -130,9 +130,9 @@ def grpo_workers(
     """Start policy and engines for the `with` block.
 
     Args:
-        config: Configuration of the run.
+        config: The run.
         keep_reference: Each policy worker keeps the initial parameters.
-        teacher: A frozen model in each policy worker, next to the policy.
+        teacher: A frozen model in each policy worker.
     """
     # Imported late, because Ray takes seconds to import: bad input is refused before.
     from nemo_offload_rl.distributed.generation_engine import RayGenerationEngine
