@@ -1,8 +1,8 @@
 """Keeps the tokens of conversations that an agent holds over HTTP.
 
-A client sends messages, which are text. If they begin with the messages and the reply of an earlier call of the same
-rollout, the prompt begins with the tokens of that call's prompt and response, and only what follows is tokenized. The
-policy's own text is thus never tokenized again, which could give other tokens, even if the client left out reasoning.
+A client sends messages as text. If they continue an earlier call of the same rollout, the prompt starts with the tokens
+of that call's prompt and response, and only the new messages are tokenized. The policy's own text is never tokenized
+again, even if the client left out reasoning, because that could give other tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nemo_offload_rl.protocols.engine import Completion
 type AfterResponse = Callable[
     [Sequence[Message], Sequence[Message], Sequence[int], Mapping[str, Any] | None], Sequence[int]
 ]
-"""`TurnEncoder.after`."""
+"""Signature of `TurnEncoder.after`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class ServedCall:
     Attributes:
         prompt_token_ids: Tokens of the prompt.
         completion: The engine's answer.
-        parent: Number of the call with whose prompt and completion this prompt begins; None for a new conversation.
+        parent: Number of the call that this one continues; None for a new conversation.
         weight_version: Version of the weights that answered.
     """
 
@@ -51,7 +51,7 @@ class ServedPrompt:
 
 @dataclass(frozen=True)
 class _Said:
-    """Messages and reply of a call in the form in which they are compared."""
+    """Normalized messages and reply of a call, for comparison with later requests."""
 
     messages: tuple[Any, ...]
     reply: Any
@@ -59,7 +59,7 @@ class _Said:
 
 
 class ServedRollout:
-    """The calls of one rollout; `sampling` is that of all its tokens."""
+    """Calls of one rollout, all sampled with `sampling`."""
 
     def __init__(self, sampling: SamplingSettings) -> None:
         self.sampling = sampling
@@ -70,16 +70,16 @@ class ServedRollout:
     def prompt(
         self, messages: Sequence[Message], variables: Mapping[str, Any], rendered: Sequence[int], after: AfterResponse
     ) -> ServedPrompt:
-        """The prompt for these messages.
+        """Build the prompt for these messages.
 
         Args:
             messages: All messages of the client.
-            variables: Variables of the chat template, such as `tools`; a conversation continues with the same only.
-            rendered: Tokens of the messages by the chat template, for a new conversation.
+            variables: Variables of the chat template, such as `tools`; a conversation continues only with equal ones.
+            rendered: Tokens of all messages by the chat template; used for a new conversation.
             after: Turns messages after a response into tokens.
 
         Raises:
-            DataError: As `TurnEncoder.after`.
+            DataError: As in `TurnEncoder.after`.
         """
         keys, written = tuple(map(_key, messages)), _written(variables)
         parent = None
@@ -96,7 +96,7 @@ class ServedRollout:
         return ServedPrompt(token_ids=(*call.prompt_token_ids, *response, *between), parent=parent)
 
     def seed(self, prompt: ServedPrompt) -> int | None:
-        """Seed of a call, from the rollout's seed, the prompt and the number of earlier calls with that prompt."""
+        """Derive a call's seed from the rollout's seed, the prompt and the number of earlier calls with that prompt."""
         if self.sampling.seed is None:
             return None
         number = self._num_asked[prompt.token_ids]
@@ -131,10 +131,10 @@ def call_seed(seed: int, prompt: Sequence[int], number: int) -> int:
 
 
 def conversations(calls: Sequence[ServedCall]) -> list[list[tuple[ServedCall, bool]]]:
-    """Conversations of a rollout, each with its calls in order. The one with the most sampled tokens is the first.
+    """Split a rollout into conversations, each with its calls in order; the one with most sampled tokens is first.
 
-    Conversations may share their first calls; the flag of a call is True in the first conversation that has it. The
-    other conversations are in the order of their last calls; those without own sampled tokens are left out.
+    Conversations may share their first calls; a call's flag is True only in the first conversation that has it. The
+    others are ordered by their last calls. A conversation that adds no sampled tokens is left out.
     """
     goes_on = {call.parent for call in calls}
     found: list[list[int]] = []
@@ -158,14 +158,14 @@ def conversations(calls: Sequence[ServedCall]) -> list[list[tuple[ServedCall, bo
 
 
 def _key(message: Message) -> Any:
-    """Role, text and tool calls of a message, the same however a client writes it."""
+    """Return role, text and tool calls of a message in one form, however the client writes them."""
     text, role = _text(message.get("content")), message["role"]
     calls = tuple(_call(call) for call in message.get("tool_calls") or ())
     return role, text.strip() if role == "assistant" else text, calls
 
 
 def _text(content: Any) -> str:
-    """Text of a content that is text or a list of parts; other parts as JSON."""
+    """Join a message's content into text; parts that are not text become JSON."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
@@ -173,7 +173,7 @@ def _text(content: Any) -> str:
 
 
 def _call(call: Any) -> tuple[str, str]:
-    """Name and arguments of a tool call; the arguments as JSON in one form."""
+    """Name of a tool call, and its arguments as normalized JSON."""
     function = call["function"]
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):

@@ -1,8 +1,8 @@
-"""Arguments of vLLM's engine that a user may set (`policy.generation.vllm_kwargs`), and the reasons against the others.
+"""Lists the arguments of vLLM's engine that a user may set (`policy.generation.vllm_kwargs`), and why not the others.
 
-An argument is allowed if it changes how fast the engine computes or what it reports. Arguments that change which model
-it computes, where its weights are, which processes it has or how tokens are drawn have a key of their own or are
-refused. Every argument of vLLM 0.25.1 is in one of the three lists.
+An argument is allowed if it changes only the engine's speed or reports. Arguments that change the model, the place of
+its weights, the processes or the sampling have their own key or are refused. Every argument of vLLM 0.25.1 is in one of
+the three lists.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _REFUSED: Mapping[str, str] = {
     """,
 }
 REFUSED: Mapping[str, str] = {name: reason for reason, names in _REFUSED.items() for name in names.split()}
-"""Reason against each argument that may not be set."""
+"""Reason why each of these arguments may not be set."""
 
 _ALLOWED = """
     aggregate_engine_logging async_scheduling attention_backend attention_config block_size collect_detailed_traces
@@ -113,4 +113,4 @@ OWN_KEYS: Mapping[str, str] = {
     "worker_cls": "nothing, for refit needs its own",
     "worker_extension_cls": "nothing, for refit needs its own",
 }
-"""What to use instead of arguments that are set already."""
+"""Key to use instead of each argument that this package sets."""

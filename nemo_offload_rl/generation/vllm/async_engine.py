@@ -1,7 +1,7 @@
-"""vLLM's `AsyncLLM` behind the same interface, for rollouts that ask for one response at a time.
+"""Runs vLLM's `AsyncLLM` as a `GenerationEngine`, for rollouts that ask for one response at a time.
 
-`AsyncLLM` runs on an event loop in a thread of its own, so that callers may be synchronous, in threads, or coroutines
-of any other loop. Its engine core is always another process.
+`AsyncLLM` runs on an event loop in its own thread, so callers may be synchronous code, threads, or coroutines of any
+other loop. Its engine core is always another process.
 """
 
 from __future__ import annotations
@@ -85,11 +85,11 @@ class AsyncVllmEngine(VllmEngineBase):
     async def generate_async(
         self, prompt: Sequence[int], sampling: SamplingSettings, num_samples: int = 1
     ) -> list[Completion]:
-        """Completions of one prompt. Calls may overlap; cancelling one aborts its request.
+        """Sample completions of one prompt. Calls may overlap; cancelling one aborts its request.
 
         Raises:
             DataError: The prompt is empty or leaves no room for a token.
-            RuntimeError: The engine sleeps, or its weights are not those of a finished refit.
+            RuntimeError: The engine sleeps, or its weights are not valid.
         """
         self.check_ready()
         check_prompts([prompt], self._settings.max_model_len)
@@ -159,7 +159,7 @@ class AsyncVllmEngine(VllmEngineBase):
     def take_rollouts(self, names: Iterable[str]) -> dict[str, list[ServedCall]]:
         """Close rollouts and return their calls.
 
-        Also waits for an answer of vLLM's workers: an engine that hangs makes agents time out, and is found here.
+        Also waits for vLLM's workers to answer, so that a hung engine, which makes agents time out, is found here.
         """
         self._rpc("answer", ())
         return self._wait(self._endpoint.take_rollouts(names))
@@ -245,6 +245,6 @@ class AsyncVllmEngine(VllmEngineBase):
 
     def _reset_prefix_cache(self) -> bool:
         if self._recomputes is False and self._engine.output_processor.has_unfinished_requests():
-            # These keep their blocks. Later requests do not read them, because their salt differs.
+            # Unfinished requests keep their blocks. Later requests have another salt, so they do not read them.
             return True
         return self._wait(self._engine.reset_prefix_cache(reset_running_requests=self._recomputes is True))

@@ -1,8 +1,8 @@
 """Base class of vLLM's synchronous and asynchronous engines: state, checks and refits.
 
-`_awake` has those of vLLM's two kinds of memory that are resident, `_weights_valid` tells whether the weights are those
-of a finished refit or of a checkpoint. A CPU engine cannot sleep. There the calls only change this state, so that
-misuse (generating while asleep, or after weights were discarded) fails as it would on a GPU.
+`_awake` holds the tags of vLLM's memory that is resident. `_weights_valid` is True if the weights come from a finished
+refit or a checkpoint. A CPU engine cannot sleep: its calls change only this state, so misuse (generating while asleep,
+or after weights were discarded) fails as it does on a GPU.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ class VllmEngineBase(ABC):
 
         Raises:
             DataError: A prompt is empty or leaves no room for a token.
-            RuntimeError: The engine sleeps, or its weights are not those of a finished refit.
+            RuntimeError: The engine sleeps, or its weights are not valid.
         """
         self.check_ready()
         check_prompts(prompts, self._settings.max_model_len)
         return self._generate(prompts, self.effective(sampling), num_samples) if prompts else []
 
     def effective(self, sampling: SamplingSettings) -> SamplingSettings:
-        """The sampling with which the engine is called."""
+        """Drop the seed from the sampling, unless requests have their own seeds."""
         return sampling if self._settings.per_request_seeds else replace(sampling, seed=None)
 
     def name_processes(self, names: Mapping[int, str]) -> None:
-        """Set names, by process id, of the processes that share the device, for messages."""
+        """Name the processes that share the device, by process id, for messages."""
         self._process_names = dict(names)
 
     def wait_for_room(self, tags: Sequence[str], beside_bytes: int = 0) -> bool:
@@ -87,7 +87,7 @@ class VllmEngineBase(ABC):
         self._wake(ALL_TAGS if tags is None else tuple(tags))
 
     def _wake(self, wanted: Sequence[str]) -> None:
-        """Wake those of these kinds of memory that sleep."""
+        """Wake the memory of these tags that is asleep."""
         self.wait_for_room(wanted)
         asleep = self._asleep(wanted)
         if asleep and self._can_sleep:
@@ -95,7 +95,7 @@ class VllmEngineBase(ABC):
         self._awake.update(asleep)
 
     def _asleep(self, wanted: Sequence[str]) -> list[str]:
-        """Those of these kinds of memory that sleep."""
+        """List these tags whose memory is asleep."""
         unknown = set(wanted) - set(ALL_TAGS)
         if unknown:
             raise ValueError(f"vLLM has no memory tagged {sorted(unknown)}; the tags are {list(ALL_TAGS)}")
@@ -138,17 +138,17 @@ class VllmEngineBase(ABC):
         self._weights_valid = True
 
     def join_refit_group(self, address: RefitGroupAddress, first_rank: int) -> None:
-        """Join the communicator of refits between different devices, together with its other ranks.
+        """Join the communicator for refits between different devices, at the same time as its other ranks.
 
         Args:
-            address: Where the ranks meet.
+            address: Address at which the ranks meet.
             first_rank: Rank of this engine's first worker.
         """
         self._rpc("refit_join_group", (address.host, address.port, address.world_size, first_rank))
 
     @property
     def is_ready(self) -> bool:
-        """Whether the engine is awake with valid weights."""
+        """Return whether the engine is awake with valid weights."""
         return self._weights_valid and self._awake.issuperset(ALL_TAGS)
 
     def check_ready(self) -> None:
@@ -178,7 +178,7 @@ class VllmEngineBase(ABC):
             raise WorkerDiedError(f"a worker process of vLLM has ended: {first_line(error)}") from error
 
     def _workers_have_failed(self) -> bool:
-        """Whether a worker process has ended, for an engine whose core is in this process."""
+        """Tell whether a worker process has ended, if the engine core is in this process."""
         return False
 
     @abstractmethod
@@ -204,7 +204,7 @@ class VllmEngineBase(ABC):
 
 
 def start_error(error: ValueError, settings: VllmSettings) -> Exception:
-    """A `ConfigError` if the user's settings are the reason, else the error itself."""
+    """Turn an error that the user's settings caused into a `ConfigError`; return any other unchanged."""
     text = " ".join(str(error).split())
     if "kv cache" in text.lower():
         return ConfigError(
@@ -226,10 +226,10 @@ def _check_all_was_read(partly_read: Sequence[Mapping[str, Sequence[int]]]) -> N
     """Check that all workers together read every tensor whole, since vLLM ignores tensors that it does not know.
 
     Args:
-        partly_read: Of each worker, by name of the tensors that it read in part: elements read, and all of them.
+        partly_read: For each worker, by name of the tensors that it read in part: elements read, and all elements.
 
     Raises:
-        RefitError: The engine's model is another one.
+        RefitError: A tensor was not read whole, so the engine's model differs.
     """
     unread: list[str] = []
     for name in set.intersection(*(set(tensors) for tensors in partly_read)):

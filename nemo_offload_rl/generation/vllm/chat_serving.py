@@ -1,7 +1,7 @@
 """vLLM's chat completions, extended to keep the tokens of rollouts.
 
-Three methods are extended: a request's sampling becomes the run's, its prompt begins with the tokens of the call
-before, and the engine's output is kept.
+Three methods are extended: a request is sampled as the run's settings say, its prompt begins with the previous call's
+tokens, and the engine's output is kept.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nemo_offload_rl.generation.served_rollouts import ServedPrompt, ServedRollo
 from nemo_offload_rl.generation.vllm.requests import completion_from_output, sampling_params
 from nemo_offload_rl.keys.generation import SamplingSettings
 
-# Parameters that would sample from another distribution than the policy's or change the prompt, and values that do not.
+# Parameters that can change the prompt or the distribution of tokens, with the values that change neither.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (None, 1),
     "use_beam_search": (False,),
@@ -59,14 +59,14 @@ class Call:
 
     Args:
         rollout: Its rollout.
-        request: The client's request; its limit of tokens is moved from it to here.
-        uses_seeds: Calls have seeds of their own.
+        request: The client's request; its token limit is moved into this object.
+        uses_seeds: Each call has its own seed.
     """
 
     def __init__(self, rollout: ServedRollout, request: ChatCompletionRequest, *, uses_seeds: bool) -> None:
         self.rollout = rollout
         asked = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
-        # vLLM refuses prompts without room for as many tokens; here the response is cut off instead.
+        # vLLM refuses a prompt that leaves no room for this many tokens; here the response is cut off instead.
         request.max_tokens = request.max_completion_tokens = None
         limit = rollout.sampling.max_new_tokens
         self._max_tokens = limit if asked is None else min(asked, limit)
@@ -83,7 +83,7 @@ class Call:
         return self._prompt.token_ids
 
     def sampling_params(self, request: ChatCompletionRequest, max_tokens: int) -> SamplingParams:
-        """The run's parameters, with what a client may add: earlier ends, and logprobs of more tokens."""
+        """Return the run's parameters with a client's additions: earlier stops, and logprobs of more tokens."""
         assert self._prompt is not None
         sampling = self.rollout.sampling
         stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
@@ -115,7 +115,7 @@ class ChatRequest(ChatCompletionRequest):
     _call: Call | None = PrivateAttr(default=None)
 
     def to_sampling_params(self, max_tokens: int, default_sampling_params: dict[str, Any]) -> SamplingParams:
-        """The rollout's parameters if it belongs to one."""
+        """Return the rollout's parameters if the request belongs to one, else vLLM's."""
         if self._call is None:
             return super().to_sampling_params(max_tokens, default_sampling_params)
         return self._call.sampling_params(self, max_tokens)
@@ -126,7 +126,7 @@ class RecordedChat(OpenAIServingChat):
 
     Args:
         turns: Turns messages after a response into tokens.
-        adds_bos: Prompts begin with the begin token.
+        adds_bos: Prompts begin with the BOS token.
         arguments: Arguments of `OpenAIServingChat`.
     """
 
@@ -134,11 +134,11 @@ class RecordedChat(OpenAIServingChat):
         super().__init__(**arguments)
         self._turns = turns
         self._adds_bos = adds_bos
-        # Not the defaults of the model folder.
+        # Ignore the model folder's defaults.
         self.default_sampling_params = {}
 
     async def render_chat_request(self, request: Any) -> tuple[list[Any], list[Any]] | ErrorResponse:
-        """Messages and prompt, which in a rollout begins with the tokens of the call before."""
+        """Render messages and prompt; in a rollout the prompt begins with the previous call's tokens."""
         rendered = await super().render_chat_request(request)
         if isinstance(rendered, ErrorResponse) or request._call is None:
             return rendered
@@ -161,14 +161,14 @@ class RecordedChat(OpenAIServingChat):
     async def chat_completion_full_generator(
         self, request: Any, result_generator: AsyncIterator[RequestOutput], *args: Any, **kwargs: Any
     ) -> ErrorResponse | ChatCompletionResponse:
-        """The response; keeps the engine's output for a rollout."""
+        """Return the response; for a rollout, keep the engine's output."""
         if request._call is not None:
             result_generator = _seen(request._call, result_generator)
         return await super().chat_completion_full_generator(request, result_generator, *args, **kwargs)
 
 
 def request_problem(request: ChatCompletionRequest, sampling: SamplingSettings) -> str | None:
-    """Why a rollout cannot send this request, whose tokens would be sampled in another way than the run's; or None."""
+    """Return why a rollout cannot send this request (its tokens would be sampled unlike the run's), or None."""
     ours = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or 0}
     for name, value in ours.items():
         given = getattr(request, name)

@@ -19,12 +19,12 @@ _attention, _rotate = _custom_ops.cpu_attention_with_kv_cache, RotaryEmbedding.f
 class RefitCpuWorker(CPUWorker):
     """Keeps weights as plain parameters.
 
-    By default vLLM 0.25.1 packs linear weights for oneDNN after loading and leaves `layer.weight` empty, so that
-    `load_weights` fails for linear layers and has no effect, without an error, on the output head. It packs experts in
-    place. Without either it uses `F.linear` on the parameters, at the same speed for sizes that run on a CPU.
+    By default vLLM 0.25.1 packs linear weights for oneDNN after loading and leaves `layer.weight` empty. Then
+    `load_weights` fails for linear layers and silently skips the output head. vLLM also packs experts in place. Without
+    packing it uses `F.linear` on the parameters, at the same speed for sizes that run on a CPU.
 
     vLLM's attention kernel takes sinks (gpt-oss) in bfloat16 only, so they are rounded. Its rotary kernel rotates only
-    one head of queries that come as [tokens, heads, size] (DeepSeek-V3), so these use the native implementation.
+    one head of queries of shape [tokens, heads, size] (DeepSeek-V3), so these use the native implementation.
     """
 
     def init_device(self) -> None:
@@ -39,7 +39,7 @@ class RefitCpuWorker(CPUWorker):
             path.unlink(missing_ok=True)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        """Load as vLLM does, without packing weights in this process from now on."""
+        """Load as vLLM does; from now on this process packs no weights."""
         from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
 
         _custom_ops._supports_onednn = False

@@ -1,6 +1,6 @@
 """Waits in vLLM's worker process for device memory that another process is still releasing.
 
-vLLM's own wake-up does not wait: without room it fails half-way, with part of the memory mapped.
+vLLM's own wake-up does not wait: without room it fails with part of the memory mapped.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import torch
 
 from nemo_offload_rl.utils.gpu_memory import holders
 
-MARGIN_BYTES = 64 << 20  # mapping has its own granularity
+MARGIN_BYTES = 64 << 20  # mapping rounds sizes up
 BESIDE_TIMEOUT_S = 0.25  # several GiB cross PCIe in this time
 _POLL_S = 0.002
 
 
 def sleeping_bytes(tags: Collection[str]) -> int:
-    """Device memory that waking `tags` takes."""
+    """Count the device memory that waking `tags` takes."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
     allocations = CuMemAllocator.get_instance().pointer_to_data.values()
@@ -34,12 +34,12 @@ def wait_for_room(
         tags: Tags of the memory to wake.
         timeout_s: Longest wait.
         process_names: Names by process id, for the message.
-        beside_bytes: Further room, for what other processes allocate next. It is waited for `BESIDE_TIMEOUT_S` more
-            at most, since they may have cached memory that does not count as free.
+        beside_bytes: Further room, for what other processes allocate next. The wait for it lasts at most
+            `BESIDE_TIMEOUT_S` longer, since memory that they have cached does not count as free.
 
     Returns:
-        Whether there is room for `beside_bytes` too; after `timeout_s`, a message with what is missing and who holds
-        memory.
+        True if there is room for `beside_bytes` too, else False; after `timeout_s`, a message that names the missing
+        memory and its holders.
     """
     needed_bytes = sleeping_bytes(tags) + MARGIN_BYTES
     deadline_s = time.monotonic() + timeout_s

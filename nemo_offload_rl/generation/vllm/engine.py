@@ -1,4 +1,4 @@
-"""vLLM's `LLM` inside this process, as a plain class. `distributed` wraps it in a Ray actor."""
+"""Runs vLLM's `LLM` in this process as a plain class, which `distributed` wraps in a Ray actor."""
 
 from __future__ import annotations
 
@@ -103,6 +103,6 @@ class VllmEngine(VllmEngineBase):
     def _workers_have_failed(self) -> bool:
         if self._llm is None:
             return False
-        # A core in a process of its own has its executor there, and its end is another error.
+        # A core in its own process has its executor there, and raises another error when it ends.
         core = getattr(self._llm.llm_engine.engine_core, "engine_core", None)
         return core is not None and getattr(core.model_executor, "is_failed", False)

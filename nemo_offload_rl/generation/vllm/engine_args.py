@@ -16,7 +16,7 @@ from nemo_offload_rl.models.rope import for_engine
 from nemo_offload_rl.utils.sockets import short_folder
 
 _PACKAGE = "nemo_offload_rl.generation.vllm"
-_CPU_BATCH_TOKENS = 4096  # vLLM's own for CPUs
+_CPU_BATCH_TOKENS = 4096  # vLLM's default for CPUs
 _SOCKET_FOLDER = "VLLM_RPC_BASE_PATH"
 
 
@@ -26,11 +26,11 @@ def vllm_env(device_type: str) -> dict[str, str]:
     Ray sets them when it starts the engine's actor (`env_vars`).
     """
     chosen = os.environ.get(_SOCKET_FOLDER) or tempfile.gettempdir()
-    folder = short_folder(chosen, str(uuid.UUID(int=0)))  # paths of sockets may be too long in the chosen one
+    folder = short_folder(chosen, str(uuid.UUID(int=0)))  # socket paths may be too long in the chosen folder
     common = {
         **({} if folder == chosen else {_SOCKET_FOLDER: folder}),
-        # Latent attention (DeepSeek-V3) computes whole keys and values. In its latent form vLLM derives weights once
-        # after loading, which refits would not renew.
+        # Latent attention (DeepSeek-V3) computes whole keys and values. For its latent form vLLM would derive weights
+        # after loading, which refits do not renew.
         "VLLM_MLA_DISABLE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # `LLM` keeps its engine core in this process
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
@@ -49,8 +49,8 @@ def vllm_env(device_type: str) -> dict[str, str]:
         }
     return {
         **common,
-        # FlashInfer's sampler cannot return logprobs of tokens sampled after truncation, so vLLM would not use it here,
-        # but its import fails where it is not installed.
+        # FlashInfer's sampler cannot return logprobs of tokens sampled after truncation, so vLLM would not use it here.
+        # Its import fails where it is not installed.
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
@@ -59,8 +59,8 @@ def vllm_env(device_type: str) -> dict[str, str]:
 def engine_args(settings: VllmSettings, device_type: str) -> dict[str, Any]:
     """Keyword arguments of `vllm.LLM` and `vllm.AsyncEngineArgs`; `settings.vllm_kwargs` overrides all of them.
 
-    `logprobs_mode` is fixed: the logprobs of a response are those that it was sampled with (temperature, top-k, top-p),
-    which vLLM's default (`raw_logprobs`) are not.
+    `logprobs_mode` is fixed: a response's logprobs must be those of its sampling distribution (temperature, top-k,
+    top-p). vLLM's default, `raw_logprobs`, differs.
 
     Raises:
         ConfigError: The model folder or, on CPU, the size of the KV cache is missing.
@@ -88,8 +88,8 @@ def engine_args(settings: VllmSettings, device_type: str) -> dict[str, Any]:
     if settings.endpoint is not None:
         arguments["tokenizer"] = settings.endpoint.tokenizer.name
     if settings.tensor_parallel_size > 1:
-        # Child processes. Inside a placement group vLLM would start Ray actors of its own, for which the policy workers
-        # of these GPUs leave no slot.
+        # Use child processes. Inside a placement group vLLM would start Ray actors, for which the policy workers of
+        # these GPUs leave no slot.
         arguments["distributed_executor_backend"] = "mp"
     if settings.kv_cache_memory_gib is not None:
         arguments["kv_cache_memory_bytes"] = int(settings.kv_cache_memory_gib * 2**30)
@@ -113,10 +113,10 @@ def engine_args(settings: VllmSettings, device_type: str) -> dict[str, Any]:
 
 
 def as_the_policy_reads_it(config: Any, overrides: Mapping[str, Any]) -> Any:
-    """Change the model's config so that the engine's model is the policy's.
+    """Change the model's config so that the engine builds the policy's model.
 
     Args:
-        config: Config of transformers, as vLLM has read it; it is changed and returned.
+        config: Config of transformers, as vLLM has read it; changed in place and returned.
         overrides: `policy.hf_config_overrides`.
     """
     config.update(overrides)

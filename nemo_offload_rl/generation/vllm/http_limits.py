@@ -1,7 +1,7 @@
 """Limits the size and time of requests to an engine's HTTP server.
 
-`LimitedProtocol` closes connections whose client does not send a request's head, or the rest of a body that was not
-needed. `json_body` reads and parses a body within limits of time, size, depth and values.
+`LimitedProtocol` closes a connection if the client does not send a request's head, or the rest of an unread body, in
+time. `json_body` reads and parses a body within limits of time, size, depth and values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class HttpLimits:
     """Limits of one request.
 
     Attributes:
-        head_s: Seconds for its first line and headers, and for the rest of a body after the answer.
+        head_s: Seconds for the first line and headers, and for the rest of a body after the answer.
         body_s: Seconds for the body.
         body_bytes: Size of the body; several images fit, or 8 million tokens of text.
         depth: Levels of nested lists and objects.
@@ -50,7 +50,7 @@ async def json_body(request: Request, limits: HttpLimits) -> dict[str, Any]:
     """Read the body and parse it as a JSON object.
 
     Raises:
-        BadRequest: It is something else, too large, too deep or too slow, or has invalid numbers or text.
+        BadRequest: The body is no JSON object, is too large, too deep or too slow, or has invalid numbers or text.
     """
     body = bytearray()
     try:
@@ -68,7 +68,7 @@ async def json_body(request: Request, limits: HttpLimits) -> dict[str, Any]:
         _check(parsed, limits.depth)
     except RecursionError as error:
         raise BadRequest(_too_deep(limits.depth)) from error
-    except ValueError as error:  # of Unicode too
+    except ValueError as error:  # includes UnicodeError
         raise BadRequest(f"the body is no JSON: {error}") from error
     if not isinstance(parsed, dict):
         raise BadRequest("the body is no JSON object; send one")
@@ -76,7 +76,7 @@ async def json_body(request: Request, limits: HttpLimits) -> dict[str, Any]:
 
 
 def _check(parsed: Any, depth: int) -> None:
-    """Raise if a value is too deep, a number of more than 64 bits, or text that is not valid Unicode."""
+    """Raise if values nest too deep, a number has more than 64 bits, or text is not valid Unicode."""
     level = [parsed]
     for _ in range(depth + 1):
         if not level:
@@ -109,7 +109,7 @@ def _too_deep(depth: int) -> str:
 
 
 class LimitedProtocol(H11Protocol):
-    """HTTP/1.1 that closes connections of slow clients; uvicorn limits only the time between requests.
+    """HTTP/1.1 protocol that closes slow clients' connections; uvicorn limits only the time between requests.
 
     Args:
         head_s: See `HttpLimits`.
@@ -123,7 +123,7 @@ class LimitedProtocol(H11Protocol):
 
     @classmethod
     def within(cls, limits: HttpLimits) -> Any:
-        """The class for uvicorn, with these limits."""
+        """Bind these limits to the class, for uvicorn."""
         return partial(cls, head_s=limits.head_s)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -141,7 +141,7 @@ class LimitedProtocol(H11Protocol):
             self._stop_waiting()
 
     def on_response_complete(self) -> None:
-        """Wait for the rest of a body that was not needed, or of a next request that has begun."""
+        """Wait for the rest of an unread body, or of a next request that has begun."""
         super().on_response_complete()
         if self.conn.their_state is h11.SEND_BODY or (self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]):
             self._wait()
@@ -152,7 +152,7 @@ class LimitedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close an unused connection; at once if the client does not read its answer."""
+        """Close an idle connection; abort it if the client has not read its answer."""
         super().timeout_keep_alive_handler()
         if self.transport.get_write_buffer_size():
             self.transport.abort()

@@ -1,9 +1,9 @@
-"""The HTTP server of an engine: vLLM's chat completions, for rollouts that agents drive.
+"""Serves vLLM's chat completions over HTTP, for rollouts that agents drive.
 
-It runs on the event loop of the engine. `/v1/chat/completions` answers every admitted client.
-`/rollouts/ID/v1/chat/completions` answers for an open rollout, with the run's sampling, and keeps the tokens. Requests
-are answered while the engine is awake with valid weights. Otherwise, or if the engine goes to sleep meanwhile, the
-answer is 503 with `Retry-After`.
+The server runs on the engine's event loop. `/v1/chat/completions` answers every admitted client.
+`/rollouts/ID/v1/chat/completions` answers for an open rollout, with the run's sampling, and keeps the tokens. While the
+engine sleeps or has no valid weights, requests get 503 with `Retry-After`; so do requests that are open when it goes to
+sleep.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ RETRY_AFTER_S = 5
 WEIGHT_VERSION_HEADER = "X-Weight-Version"
 _KEEP_ALIVE_S = 120
 _LIMITS = HttpLimits()
-# Errors of vLLM and of chat templates about requests that they cannot take.
+# Errors that vLLM and chat templates raise for requests that they cannot take.
 _REFUSALS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, TemplateError)
 _KINDS = {
     400: "BadRequestError",
@@ -59,9 +59,9 @@ _KINDS = {
 
 
 async def _asked(raw_request: Request) -> ChatRequest:
-    """The body as a request. Checks that it is an object, which vLLM's own checks assume."""
+    """Parse the body into a request. Checks first that it is an object, because vLLM's own checks assume that."""
     kind = raw_request.headers.get("Content-Type", "")
-    if kind.partition(";")[0].strip().lower() != "application/json":  # pages of a browser may send others unasked
+    if kind.partition(";")[0].strip().lower() != "application/json":  # a web page may make a browser send others
         raise BadRequest(f"the body is {kind or 'of no type'}; send JSON, with Content-Type: application/json")
     body = await json_body(raw_request, _LIMITS)
     for name, value in body.items():
@@ -81,7 +81,7 @@ async def _asked(raw_request: Request) -> ChatRequest:
 
 
 def _is_wide(value: Any) -> bool:
-    """Whether this is an integer that the engine's tensors cannot hold, which would end the engine."""
+    """Tell whether this is an integer that the engine's tensors cannot hold; it would end the engine."""
     return isinstance(value, int) and not -(2**31) <= value < 2**31
 
 
@@ -89,7 +89,7 @@ Asked = Annotated[ChatRequest, Depends(_asked)]
 
 
 class HttpServer:
-    """Serves from `start` on, refusing with 503 until `open_gate`.
+    """Server that listens from `start` on and refuses requests with 503 until `open_gate`.
 
     Args:
         llm: The engine.
@@ -158,13 +158,13 @@ class HttpServer:
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def start(self) -> None:
-        """Listen. Runs on the engine's event loop, as do all following methods."""
+        """Start to listen. This and all following methods run on the engine's event loop."""
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         while not self._server.started and not self._task.done():
             await asyncio.sleep(0.01)
 
     async def stop(self) -> None:
-        """End; open requests get 503."""
+        """Stop the server; open requests get 503."""
         await self.close_gate()
         self._server.should_exit = self._server.force_exit = True
         if self._task is not None:
@@ -172,11 +172,11 @@ class HttpServer:
         self._socket.close()
 
     async def open_gate(self) -> None:
-        """Answer from now on."""
+        """Answer requests from now on."""
         self._is_open = True
 
     async def close_gate(self) -> None:
-        """Refuse from now on; open requests are aborted and have left the engine on return."""
+        """Refuse requests from now on; abort the open ones, which have left the engine on return."""
         self._is_open = False
         self._num_closings += 1
         for work in self._works:
@@ -241,7 +241,7 @@ class HttpServer:
             return self._asleep()
         streams, counts = request.stream, request.stream_options and request.stream_options.include_usage
         request.stream, request.stream_options = False, None  # the whole answer is one event
-        # Other token ids, together with `min_tokens`, end the engine.
+        # Ids outside the vocabulary end the engine if `min_tokens` is set.
         if not all(0 <= token_id < self._vocab_size for token_id in request.stop_token_ids or ()):
             return self._error(400, f"stop_token_ids may be 0 to {self._vocab_size - 1}; leave out others")
         if rollout is not None:
@@ -276,7 +276,7 @@ class HttpServer:
         finally:
             work.cancel()
             self._works.discard(work)
-        if num_closings != self._num_closings:  # closed meanwhile, and vLLM has turned the abort into an answer
+        if num_closings != self._num_closings:  # the gate was closed, and vLLM answered with the abort
             return self._asleep()
         headers = {WEIGHT_VERSION_HEADER: str(version)}
         if isinstance(answer, ErrorResponse):
@@ -300,7 +300,7 @@ class HttpServer:
 
 
 async def _events(content: dict[str, Any], counts: bool) -> AsyncIterator[str]:
-    """A response as a stream of one chunk, followed by its usage if `counts`."""
+    """Stream a response as one chunk, followed by its usage if `counts`."""
     chunk = {**content, "object": "chat.completion.chunk", "usage": None, "choices": []}
     choices = []
     for choice in content["choices"]:

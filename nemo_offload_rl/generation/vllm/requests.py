@@ -1,4 +1,4 @@
-"""Prompts, sampling and completions in vLLM's terms, and the version of the weights that answer."""
+"""Translates prompts, sampling and completions for vLLM, and tracks the version of the engine's weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ServedWeights:
         self.runs.set()
 
     async def next_version(self) -> int:
-        """Version for a request that begins now; waits for the end of a pause, which brings the next version."""
+        """Return the version for a request that begins now; during a pause, wait for the new weights."""
         await self.runs.wait()
         return self.version
 
@@ -53,7 +53,7 @@ def check_prompts(prompts: Sequence[Sequence[int]], max_model_len: int) -> None:
 
 
 def cache_salt(weight_version: int, asked: str | None = None) -> str:
-    """Salt with which a request shares cached prefixes only with requests of the same weights.
+    """Return a salt, so that a request shares cached prefixes only with requests of the same weights.
 
     Args:
         weight_version: Version of the weights that the request begins with.
@@ -63,9 +63,9 @@ def cache_salt(weight_version: int, asked: str | None = None) -> str:
 
 
 def sampling_params(sampling: SamplingSettings, num_samples: int, position: int) -> SamplingParams:
-    """VLLM's sampling parameters for the prompt at `position` of its batch.
+    """Return vLLM's sampling parameters for the prompt at `position` of its batch.
 
-    vLLM adds the sample's number to the seed, so each prompt's seed is `num_samples` larger than the last one's.
+    vLLM adds the sample's number to the seed, so each prompt's seed is `num_samples` larger than the previous one's.
     """
     from vllm import SamplingParams
 
@@ -86,7 +86,7 @@ def sampling_params(sampling: SamplingSettings, num_samples: int, position: int)
 
 
 def completion_from_output(output: CompletionOutput) -> Completion:
-    """Tokens with the sampler's logprob of each, including the token that ended the response."""
+    """Return the tokens and their sampler's logprobs, including the token that ended the response."""
     from vllm.logprobs import FlatLogprobs
 
     token_ids, flat = list(output.token_ids), output.logprobs

@@ -1,4 +1,4 @@
-"""Loads experts that come stacked: one tensor for each layer and projection instead of three for each expert.
+"""Loads stacked experts: one tensor for each layer and projection instead of three for each expert.
 
 Both backends send these tensors for the E experts of a layer, with inner size I and hidden size H. `<place>` is as in
 the family's checkpoints, such as `model.layers.0.mlp` or `model.layers.0.block_sparse_moe`:
@@ -8,9 +8,9 @@ the family's checkpoints, such as `model.layers.0.mlp` or `model.layers.0.block_
 | `<place>.experts.gate_up_proj` | [E, 2 I, H] | rows 0 to I: the gate's weight; the rest: the up projection's |
 | `<place>.experts.down_proj` | [E, H, I] | the down projection's weight |
 
-One copy writes each into vLLM's fused parameter, or two if tensor parallelism takes rows out of both halves. vLLM's own
-loaders copy expert by expert: 18,432 copies for a model of 48 layers with 128 experts. They still load single experts,
-under the checkpoint's names.
+Each tensor goes into vLLM's fused parameter with one copy, or two if tensor parallelism takes rows from both halves.
+vLLM's own loaders copy expert by expert: 18,432 copies for a model of 48 layers with 128 experts. They still load
+single experts, under the checkpoint's names.
 
 Experts with biases (gpt-oss) come in the layout of that family's checkpoints, transposed, with gate and up projection
 interleaved:
@@ -51,20 +51,20 @@ class StackedExperts:
         }
 
     def takes(self, name: str) -> bool:
-        """Whether `load` writes a tensor of this name."""
+        """Tell whether `load` writes a tensor of this name."""
         place, _, own_name = name.rpartition(".")
         return own_name in PARAMETERS and place in self._layers and hasattr(self._layers[place], PARAMETERS[own_name])
 
     @torch.no_grad()
     def load(self, name: str, stacked: Tensor) -> None:
-        """Write this worker's part of its experts.
+        """Write this worker's part of the stacked experts.
 
         Args:
             name: A name for which `takes` is True.
-            stacked: The tensor, as in the file header.
+            stacked: The tensor, in the layout of the module docstring.
 
         Raises:
-            ValueError: It has another shape.
+            ValueError: The tensor has another shape.
         """
         place, _, own_name = name.rpartition(".")
         layer = self._layers[place]
@@ -75,14 +75,14 @@ class StackedExperts:
             raise ValueError(f"its shape is {list(stacked.shape)} instead of {list(wanted)}")
         stacked = _taken(stacked, [expert for expert, _ in local_experts(layer)])
         if own_name == _DOWN_BIAS and parallel.tp_rank > 0:
-            parameter.zero_()  # the sum of the workers' results has the bias once
+            parameter.zero_()  # the workers' results are summed, and rank 0 adds the bias
             return
         if has_bias and stacked.dim() == 3:
             stacked = stacked.transpose(1, 2)
         if stacked.shape == parameter.shape:
             parameter.copy_(stacked)
             return
-        # The padding of a padded parameter stays.
+        # A parameter's padding stays as it is.
         if own_name != _GATE_UP_BIAS:
             hidden_dim = 2 if own_name == GATE_UP else 1
             parameter = parameter.narrow(hidden_dim, 0, hidden)
@@ -106,14 +106,14 @@ def _shape(own_name: str, num_experts: int, inner: int, hidden: int, has_bias: b
 
 
 def local_experts(layer: Any) -> Iterator[tuple[int, int]]:
-    """(number in the model, number in this worker) of each expert of a layer (`RoutedExperts`) in this worker."""
+    """Return (number in the model, number in this worker) of this worker's experts of a layer (`RoutedExperts`)."""
     experts = layer.expert_map
     places = range(layer.global_num_experts) if experts is None else experts.tolist()
     return ((expert, local) for expert, local in enumerate(places) if local >= 0)
 
 
 def _taken(stacked: Tensor, experts: list[int]) -> Tensor:
-    """These experts; a view if they are neighbours."""
+    """Select these experts; a view if they are neighbours."""
     if experts == list(range(experts[0], experts[0] + len(experts))):
         return stacked.narrow(0, experts[0], len(experts))
     return stacked[experts]

@@ -1,9 +1,9 @@
 """Loads buckets inside vLLM's worker process: copies tensors into the model and records every write.
 
-Stacked experts are written by `stacked_experts.py`, everything else by vLLM's `model.load_weights`. Its layerwise
-reload is not used: it keeps references to tensors until a layer is complete, which corrupts weights without an error,
-since buffers are reused. `load_weights` reports neither missing tensors and experts nor tensors that it ignores or
-reads in part. Counting finds them: every element of every parameter has to be written, and of every tensor read.
+`stacked_experts.py` writes stacked experts; vLLM's `model.load_weights` writes everything else. vLLM's layerwise reload
+is not used: it keeps references to tensors until a layer is complete, which silently corrupts weights, since buffers
+are reused. `load_weights` does not report missing tensors or experts, or tensors that it ignores or reads in part.
+Counting finds them: every element of every parameter must be written, and every element of every tensor read.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Load:
 
 @dataclass
 class SeenLoads:
-    """Where each tensor went when it was first loaded; later loads write the same memory.
+    """Memory that each tensor's first load wrote; later loads write the same memory.
 
     Recording costs about as much as loading, so it is done once for each tensor and engine.
     """
@@ -46,7 +46,7 @@ class SeenLoads:
     loads: dict[_TensorKind, _Load] = field(default_factory=dict)
 
     def is_new_for(self, model: nn.Module) -> bool:
-        """Whether nothing is recorded of the model; forgets everything if a parameter has other memory than before."""
+        """Tell whether nothing is recorded of the model; forget all records if a parameter's memory has changed."""
         addresses = tuple(parameter.data_ptr() for parameter in model.parameters())
         if addresses != self.addresses:
             self.addresses, self.loads = addresses, {}
@@ -59,7 +59,7 @@ class RefitSession:
     Args:
         model: vLLM's model; it has `load_weights`.
         seen: Records of earlier refits of this model.
-        group: The communicator over which buckets come, if engine and policy do not share devices.
+        group: The communicator that brings buckets, if engine and policy do not share devices.
 
     Raises:
         RefitError: vLLM has derived something from the model's weights that loading does not renew.
@@ -96,15 +96,15 @@ class RefitSession:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise RefitError(f"The engine cannot load {listed(current[-1:])}: {reason}") from error
         if torch.cuda.is_available():
-            # The sender refills the buffer once this has returned, and the copies have only been launched so far.
+            # The copies have only been launched, and the sender refills the buffer once this returns.
             torch.cuda.synchronize()
 
     def finish(self) -> dict[str, tuple[int, int]]:
         """End the refit.
 
         Returns:
-            Of each tensor that this worker read in part, the elements it read and all of them. Other workers may have
-            read the rest.
+            For each tensor that this worker read in part: elements read, and all elements. Other workers may have read
+            the rest.
 
         Raises:
             RefitError: Elements of parameters were not written.
@@ -135,7 +135,7 @@ class RefitSession:
     def _observed(
         self, tensors: list[tuple[str, Tensor]], current: list[str], recorder: WriteRecorder | None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Give vLLM one tensor after the other; it has loaded one when it asks for the next. Loads experts itself."""
+        """Yield tensors to vLLM, which has loaded one when it asks for the next; load stacked experts here."""
         for name, tensor in tensors:
             current.append(name)
             if self._experts.takes(name):
@@ -159,12 +159,12 @@ def _kind(piece: TensorSlice) -> _TensorKind:
 
 
 def _refuse_derived_weights(model: nn.Module) -> None:
-    """Refuse a model of which vLLM 0.25.1 keeps packed, quantized, fused or derived weights next to the parameters.
+    """Refuse a model if vLLM 0.25.1 keeps packed, quantized, fused or derived weights next to its parameters.
 
-    Scales of an 8-bit KV cache are no reason: without a quantized checkpoint they stay 1.
+    Scales of an 8-bit KV cache are allowed: without a quantized checkpoint they stay 1.
 
     Raises:
-        RefitError: With the module and the reason.
+        RefitError: There are such weights; the message names the module and the reason.
     """
     for name, module in model.named_modules():
         if (derived := _derived(module)) is not None:
@@ -202,7 +202,7 @@ def _derived(module: nn.Module) -> str | None:
 
 
 def _missing_weights(model: nn.Module, written: list[Span]) -> list[str]:
-    """Names, as the policy would have sent them, of all weights with an element in none of the merged spans."""
+    """Name all weights with an element outside the merged spans, as the policy would have sent them."""
     packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
     modules = dict(model.named_modules())
     missing: list[str] = []
@@ -218,7 +218,7 @@ def _missing_weights(model: nn.Module, written: list[Span]) -> list[str]:
 
 
 def _stacked(module: nn.Module, own_name: str) -> list[str]:
-    """Name of the one tensor with all experts of a parameter; nothing for other parameters."""
+    """Name of the stacked tensor for a parameter of experts; empty for other parameters."""
     layer_name = getattr(module, "layer_name", None)
     return [f"{layer_name}.{kind}" for kind, parameter in PARAMETERS.items() if parameter == own_name]
 
@@ -226,7 +226,7 @@ def _stacked(module: nn.Module, own_name: str) -> list[str]:
 def _parts(
     module: nn.Module, place: str, own_name: str, parameter: nn.Parameter, packed: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[str, Span]]:
-    """Name and memory of each of the policy's tensors in a fused parameter; nothing for other parameters."""
+    """Yield name and memory of each policy tensor in a fused parameter; nothing for other parameters."""
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.layers.linear import ColumnParallelLinear
 

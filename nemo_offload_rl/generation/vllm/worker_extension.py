@@ -1,7 +1,7 @@
 """Methods that every vLLM worker gets (`worker_extension_cls`), called by name through `collective_rpc`.
 
 They return a message instead of raising, because an exception in a worker process reaches the caller without its type
-and ends the executor. Buckets come as plain lists, which vLLM's message encoding carries.
+and ends the executor. Buckets come as plain lists, which vLLM can encode.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nemo_offload_rl.weight_sync.shared_memory import SharedMemoryHandle
 
 
 def bucket_to_wire(bucket: WeightBucket) -> list[Any]:
-    """A bucket as lists, strings, bytes and integers."""
+    """Encode a bucket as lists, strings, bytes and integers."""
     handle = bucket.handle
     if isinstance(handle, CudaIpcHandle):
         place: list[Any] = [[uuid, *astuple(buffer)] for uuid, buffer in handle.buffers.items()]
@@ -34,7 +34,7 @@ def bucket_to_wire(bucket: WeightBucket) -> list[Any]:
 
 
 def bucket_from_wire(wire: list[Any]) -> WeightBucket:
-    """The inverse of `bucket_to_wire`."""
+    """Decode a bucket that `bucket_to_wire` encoded."""
     index, transport, place, num_bytes, slices, is_last = wire
     pieces = tuple(
         TensorSlice(name, tuple(shape), getattr(torch, dtype), offset) for name, shape, dtype, offset in slices
@@ -47,7 +47,7 @@ def bucket_from_wire(wire: list[Any]) -> WeightBucket:
 
 
 class RefitExtension:
-    """Base class that vLLM adds to its worker class, whose attributes it reads; vLLM refuses names in use."""
+    """Base class that vLLM adds to its worker class; reads that class's attributes. vLLM refuses name clashes."""
 
     model_runner: Any
     rank: int
@@ -57,11 +57,11 @@ class RefitExtension:
     _refit_group: NcclGroup | None = None
 
     def dump_stacks_on_signal(self) -> None:
-        """See `utils/liveness.py`; this worker's process may be another than the engine's."""
+        """See `utils/liveness.py`; this worker may run in another process than the engine."""
         dump_stacks_on_signal()
 
     def answer(self) -> None:
-        """Return at once, which an engine that hangs does not."""
+        """Return at once; a call that does not return shows that the engine hangs."""
 
     def refit_join_group(self, host: str, port: int, world_size: int, first_rank: int) -> None:
         """Join the communicator of refits as rank `first_rank` plus this worker's rank in the engine."""
@@ -69,7 +69,7 @@ class RefitExtension:
         self._refit_group = NcclGroup(address, first_rank + self.rank, self.device)
 
     def refit_load_bucket(self, wire: list[Any]) -> str | None:
-        """Load one bucket, of which the first begins the refit; None means success."""
+        """Load one bucket; the first begins the refit. Returns None or an error message."""
         bucket = bucket_from_wire(wire)
         try:
             if bucket.index == 0 or self._refit_session is None:
@@ -83,7 +83,7 @@ class RefitExtension:
         return None
 
     def refit_finish(self) -> str | dict[str, tuple[int, int]]:
-        """End the refit; returns what is missing, or what was read in part (`RefitSession.finish`)."""
+        """End the refit; return an error message, or the tensors read in part (`RefitSession.finish`)."""
         session, self._refit_session = self._refit_session, None
         if session is None:
             return "The refit was finished before any weights came"

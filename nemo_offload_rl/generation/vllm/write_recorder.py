@@ -1,7 +1,7 @@
-"""Records which memory the loading of a tensor writes.
+"""Records the memory that loading a tensor writes.
 
-vLLM fuses, pads, shards and renames what it loads, so names do not tell what was written. Every loader ends in a copy
-or a fill, and those are recorded with their addresses.
+vLLM fuses, pads, shards and renames tensors, so names do not tell what was written. Every loader ends in a copy or a
+fill, and those are recorded with their addresses.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FILLS = frozenset({torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, to
 
 
 class WriteRecorder(TorchDispatchMode):
-    """Records copies and fills (which pad vocabularies) while it is active; ignores other kinds of writing."""
+    """Records copies, and fills (which pad vocabularies), while it is active; ignores other writes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class WriteRecorder(TorchDispatchMode):
         self._num_read = 0
 
     def take(self) -> tuple[tuple[Span, ...], int]:
-        """Spans written since the last call, and the number of elements that copies read."""
+        """Return the spans written since the last call, and the number of elements that copies read."""
         taken = tuple(merged(self._spans)), self._num_read
         self._spans, self._num_read = [], 0
         return taken
@@ -46,7 +46,7 @@ class WriteRecorder(TorchDispatchMode):
 
 
 def spans_of(tensor: Tensor) -> Iterator[Span]:
-    """Memory of a tensor's elements; a strided view has one span for each contiguous part."""
+    """Yield the memory of a tensor's elements; a strided view has one span for each contiguous part."""
     if tensor.numel() == 0:
         return
     if tensor.is_contiguous():
@@ -58,7 +58,7 @@ def spans_of(tensor: Tensor) -> Iterator[Span]:
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """The same memory in ordered spans that neither overlap nor touch."""
+    """Merge spans into ordered ones that neither overlap nor touch."""
     found: list[Span] = []
     for begin, end in sorted(spans):
         if found and begin <= found[-1][1]:
@@ -69,7 +69,7 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def gaps(tensor: Tensor, written: list[Span]) -> list[Span]:
-    """Parts of a tensor's memory in none of the merged spans."""
+    """List the parts of a tensor's memory that none of the merged spans covers."""
     missing: list[Span] = []
     for position, end in spans_of(tensor):
         for begin, stop in written[max(bisect_right(written, (position, position)) - 1, 0) :]:
