@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SharedBuffer:
-    """Fields of `UntypedStorage._share_cuda_` in order, with which torch opens a storage of another process."""
+    """Fields of `UntypedStorage._share_cuda_` in order; torch opens another process's storage with them."""
 
     memory: bytes
     num_bytes: int
@@ -47,12 +47,12 @@ class CudaIpcHandle:
 
 
 def gpu_uuid(device: torch.device) -> str:
-    """The UUID of a GPU, which is the same in every process, whatever CUDA_VISIBLE_DEVICES says."""
+    """Return a GPU's UUID, which is the same in every process, whatever CUDA_VISIBLE_DEVICES says."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def join_handles(buckets: Sequence[WeightBucket | None]) -> WeightBucket | None:
-    """Rank 0's bucket, with the buffers of all ranks if each has its own."""
+    """Return rank 0's bucket; if each rank has its own buffers, add those of all ranks."""
     first = buckets[0]
     if first is None or not isinstance(first.handle, CudaIpcHandle):
         return first
@@ -81,7 +81,7 @@ class CudaIpcSender(BucketSender):
         return sum(self.buffer_sizes_bytes())
 
     def start(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Begin a refit; an unfinished one is dropped, with its buffers, which a receiver may still have open."""
+        """Begin a refit; drop an unfinished one and its buffers, which a receiver may still have open."""
         super().start(weights)
         self.release()
         sizes = self.buffer_sizes_bytes()
@@ -95,10 +95,10 @@ class CudaIpcSender(BucketSender):
             torch.cuda.ipc_collect()
 
     def close(self) -> None:
-        """Free the buffers, also of an unfinished refit, whose receivers must have ended; safe to call twice."""
+        """Free the buffers; the receivers of an unfinished refit must have ended. Safe to call twice."""
         super().close()
         for shared in self._shared.values():
-            # torch keeps a shared buffer until its receiver counts down, which a killed one never does.
+            # torch keeps a shared buffer until its receiver decrements a counter; a killed receiver never does.
             torch.UntypedStorage._release_ipc_counter_cuda(shared.counter, shared.counter_offset)
         self.release()
 
@@ -106,12 +106,12 @@ class CudaIpcSender(BucketSender):
         piece.of(self._buffers[index % NUM_BUFFERS]).copy_(tensor)
 
     def _handle(self, index: int) -> CudaIpcHandle:
-        # The event of a handle orders only its opening, and a buffer is opened once but filled many times.
+        # A handle's event orders only the opening of the buffer; it is opened once but filled many times.
         torch.cuda.current_stream(self._device).synchronize()
         slot = index % NUM_BUFFERS
         if slot not in self._shared:
-            # Not earlier: a buffer that is shared and never opened stays allocated until this process ends. The first
-            # field is the sender's device index, which means nothing elsewhere.
+            # Shared only now, because a buffer that is shared and never opened stays allocated until this process ends.
+            # The first field is the sender's device index, which means nothing elsewhere.
             fields: Any = self._buffers[slot].untyped_storage()._share_cuda_()
             self._shared[slot] = SharedBuffer(*fields[1:])
         return CudaIpcHandle({self._uuid: self._shared[slot]})
@@ -126,7 +126,7 @@ class CudaIpcReceiver:
         self._opened: dict[SharedBuffer, Tensor] = {}
 
     def tensors(self, bucket: WeightBucket) -> Iterator[tuple[str, Tensor]]:
-        """(name, view into the bucket) in sending order; a view's contents last as long as the bucket's.
+        """Yield (name, view into the bucket) in sending order; a view is valid as long as the bucket.
 
         Raises:
             RefitError: No policy rank sends on this GPU, or the sender has ended.

@@ -1,6 +1,6 @@
 """Buckets over NCCL, for engines on GPUs of their own.
 
-1. Rank 0 of the policy, which is the root, and every engine worker form one communicator, once.
+1. Rank 0 of the policy (the root) and every engine worker form one communicator, once.
 2. Rank 0 fills one of two buffers and starts its broadcast, which waits on the GPU for the engines.
 3. Each engine worker receives into a buffer of its own and loads from there.
 """
@@ -28,14 +28,14 @@ _JOIN_TIMEOUT = timedelta(seconds=120)
 
 @dataclass(frozen=True)
 class NcclHandle:
-    """Empty: every rank of the group receives."""
+    """Empty handle: every rank of the group receives."""
 
 
 class NcclGroup:
-    """A communicator in addition to the process's own. Made by all ranks at once, which wait for each other.
+    """Communicator for refits only. All ranks make it at once and wait for each other.
 
     Args:
-        address: Where rank 0 listens, and how many ranks there are.
+        address: Address at which rank 0 listens, and the number of ranks.
         rank: 0 for the policy's rank 0, then the engines' workers.
         device: This process's GPU.
     """
@@ -63,7 +63,7 @@ class NcclGroup:
 
 
 class NcclSender(BucketSender):
-    """Fills two buffers in turn and broadcasts them over `group`, of which this is the root."""
+    """Fills two buffers in turn and broadcasts them over `group` as its root."""
 
     transport = "nccl"
 
@@ -116,7 +116,7 @@ class NcclReceiver:
         self._buffer = torch.empty(0, dtype=torch.uint8, device=group.device)
 
     def tensors(self, bucket: WeightBucket) -> Iterator[tuple[str, Tensor]]:
-        """(name, view into the buffer) in sending order; a view's contents last until the next bucket."""
+        """Yield (name, view into the buffer) in sending order; a view is valid until the next bucket."""
         if self._buffer.numel() < bucket.num_bytes:
             self._buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._group.device)
         self._group.broadcast(self._buffer[: bucket.num_bytes]).wait()

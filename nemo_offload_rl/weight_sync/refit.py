@@ -1,15 +1,15 @@
-"""One refit, seen from the process that drives policy and engine; docs/design/refit.md has the reasons.
+"""Runs one refit from the process that drives policy and engine; docs/design/refit.md has the reasons.
 
-1. `offload_before_refit`: everything of the policy but its weights leaves the device. Meanwhile the engine waits for
-   room for its weights, and for what sending took in earlier refits, while the policy releases memory as copies finish.
-   Given that room, the policy fills the first buckets while the engine maps its memory, and starts no more copies out,
-   because mapping waits for all that run.
+1. `offload_before_refit`: all of the policy's state but its weights leaves the device, and its memory is released as
+   copies finish. Meanwhile the engine waits for room for its weights, plus the memory that sending took in earlier
+   refits. With that room, the policy fills the first buckets while the engine maps its memory. The policy then starts
+   no more copies out, because mapping waits for all running copies.
 2. Buckets: while the engine copies bucket i out of one buffer, the policy fills the other with bucket i + 1. A buffer
-   is refilled only after the load of its bucket has returned. Bucket i + 2 is requested right then. Copies out go on
-   once the engine has mapped both buffers; no memory is released to the CUDA driver, which would delay buckets.
+   is refilled only after the load of its bucket has returned. Bucket i + 2 is requested right then. Copies out continue
+   once the engine has mapped both buffers. No memory is released to the CUDA driver, because that would delay buckets.
 3. `finish_refit`: the engine checks that every weight arrived and drops prefixes computed with the old weights.
-4. `offload_after_refit`: the policy's weights leave too, until there is room for the engine's share; the rest leaves
-   during generation, from when the engine is awake, or after a second. Meanwhile the engine wakes its KV cache.
+4. `offload_after_refit`: the policy's weights leave too, until there is room for the engine's share. Meanwhile the
+   engine wakes its KV cache. The rest leaves during generation, once the engine is awake or after a second.
 
 An engine waits for memory that is really free, so it cannot exceed the device's. A failure anywhere is raised at once
 and ends the refit. The engine then refuses to generate until a refit succeeds.
@@ -36,11 +36,11 @@ RELEASE_PERIOD_S = 0.01
 RELEASE_LATER_S = 1.0
 
 type Request = Callable[[], WeightBucket | None]
-"""Waits for a bucket that was requested; None after the last."""
+"""Waits for the requested bucket; returns None after the last."""
 
 
 class RefitSource(Protocol):
-    """The policy, all of its ranks, as a refit uses it."""
+    """All ranks of the policy, as a refit uses them."""
 
     def offload_before_refit(self) -> object:
         """Keep only the weights on the device."""
@@ -51,15 +51,15 @@ class RefitSource(Protocol):
         ...
 
     def offload_after_refit(self, wait_for_all: bool = True) -> object:
-        """Keep nothing on the device; wait until the engine has room or, with `wait_for_all`, all has left."""
+        """Offload all state; wait until the engine has room or, with `wait_for_all`, until all has left."""
         ...
 
     def finish_leaving(self) -> object:
-        """Start the copies that are left, and release their memory. Does not block."""
+        """Start the remaining copies and release their memory, without blocking."""
         ...
 
     def refit_work_bytes(self) -> int:
-        """Most bytes of a device that sending took so far in addition to the weights; 0 if unknown."""
+        """Peak bytes of a device that sending took so far in addition to the weights; 0 if unknown."""
         ...
 
     def start_refit(self) -> object:
@@ -67,13 +67,13 @@ class RefitSource(Protocol):
         ...
 
     def request_bucket(self, starts_copies: bool = True) -> Request:
-        """Have every rank fill its next bucket and, with `starts_copies`, start more copies out. The result waits."""
+        """Have every rank fill its next bucket; with `starts_copies`, also start more copies out. Does not wait."""
         ...
 
 
 @dataclass(frozen=True)
 class RefitReport:
-    """Sums of one refit."""
+    """Totals of one refit."""
 
     num_tensors: int
     num_buckets: int
@@ -81,12 +81,12 @@ class RefitReport:
 
 
 def refit(policy: RefitSource, engine: GenerationEngine, timer: PhaseTimer | None = None) -> RefitReport:
-    """Bring the policy's weights into the engine; the file header has the order.
+    """Bring the policy's weights into the engine, in the order of the module docstring.
 
     Args:
-        policy: All of its ranks.
+        policy: All ranks of the policy.
         engine: All engines.
-        timer: Times `wake_weights` (in it `enter`, the policy's part), `stream` and `wake_kv_cache` (in it `leave`).
+        timer: Times `wake_weights` (with `enter`, the policy's part), `stream` and `wake_kv_cache` (with `leave`).
 
     Raises:
         RefitError: A weight is missing, unexpected or of another shape; the names are in the message.
@@ -110,7 +110,7 @@ def refit(policy: RefitSource, engine: GenerationEngine, timer: PhaseTimer | Non
             policy.finish_leaving()
             waking.result()
     finally:
-        # Without waiting: after an interrupt or the death of a worker, calls in the pool may never return.
+        # Does not wait: after an interrupt or the death of a worker, calls in the pool may never return.
         pool.shutdown(wait=False, cancel_futures=True)
     logger.debug(
         "Refit: %d tensors, %.3f GiB in %d buckets", report.num_tensors, report.num_bytes / 2**30, report.num_buckets
@@ -121,9 +121,9 @@ def refit(policy: RefitSource, engine: GenerationEngine, timer: PhaseTimer | Non
 def _wake_weights(
     policy: RefitSource, engine: GenerationEngine, pool: ThreadPoolExecutor, timer: PhaseTimer
 ) -> deque[Request] | None:
-    """Wake the engine's weights; request the first buckets meanwhile if the device is known to have room for them.
+    """Wake the engine's weights; meanwhile request the first buckets if the device is known to have room for them.
 
-    Calls the policy until the engine has room: the memory of finished copies is released only in a call.
+    Calls the policy until the engine has room, because finished copies release their memory only during a call.
     """
     beside_bytes = policy.refit_work_bytes()
     has_room, is_beside = Event(), False
@@ -153,13 +153,13 @@ def _request_first(policy: RefitSource) -> deque[Request]:
 def _stream(
     policy: RefitSource, engine: GenerationEngine, pool: ThreadPoolExecutor, requested: deque[Request]
 ) -> tuple[RefitReport, Future[object]]:
-    """Load all buckets, from those requested on; also returns the policy's last release of memory, maybe running."""
+    """Load all buckets; also return the policy's last release of memory, which may still be running."""
     loading: Future[Request] | None = None
     num_tensors = num_buckets = num_bytes = 0
 
     def load(bucket: WeightBucket) -> Request:
         engine.load_bucket(bucket)
-        # The first bucket of each buffer is mapped, which waits for copies.
+        # Loading a buffer's first bucket maps the buffer, which waits for running copies.
         return policy.request_bucket(starts_copies=bucket.index + 1 >= NUM_BUFFERS)
 
     while True:
@@ -179,7 +179,7 @@ def _stream(
     both: list[Future[Any]] = [last, releasing]
     wait(both, return_when=FIRST_COMPLETED)
     if releasing.done():
-        releasing.result()  # raises if the policy died, which is why the engine waits
+        releasing.result()  # raises if the policy died and the engine waits for it
     _result(last, policy)
     return RefitReport(num_tensors, num_buckets, num_bytes), releasing
 

@@ -65,7 +65,7 @@ def plan_buckets(specs: Sequence[WeightSpec], buffer_bytes: int) -> list[BucketP
 
 
 class BucketSender(ABC):
-    """Goes through the announced tensors bucket by bucket, and refuses any other.
+    """Sends the announced tensors bucket by bucket, and refuses any other.
 
     Args:
         specs: The tensors that every refit sends, in order.
@@ -81,11 +81,11 @@ class BucketSender(ABC):
 
     @property
     def plan(self) -> Sequence[BucketPlan]:
-        """The buckets of every refit of this sender."""
+        """Buckets that every refit sends."""
         return self._plan
 
     def buffer_sizes_bytes(self) -> list[int]:
-        """Size of each buffer that is used, which is that of its largest bucket."""
+        """Return the size of each buffer in use, which is the size of its largest bucket."""
         per_buffer = (self._plan[slot::NUM_BUFFERS] for slot in range(NUM_BUFFERS))
         return [max(1, *(plan.num_bytes for plan in plans)) for plans in per_buffer if plans]
 
@@ -93,8 +93,8 @@ class BucketSender(ABC):
         """Begin a refit; an unfinished one is dropped.
 
         Args:
-            weights: (name, full tensor) in the order of the specs; advanced by `next_bucket` only. Tensors that are
-                announced in 16 bits may be float32 and are rounded.
+            weights: (name, full tensor) in the order of the specs; advanced by `next_bucket` only. A tensor announced
+                in 16 bits may be float32 and is rounded.
         """
         self._weights = iter(weights)
         self._next_index = 0
@@ -123,7 +123,7 @@ class BucketSender(ABC):
         return WeightBucket(index, self.transport, self._handle(index), plan.num_bytes, plan.slices, is_last)
 
     def release(self) -> None:  # noqa: B027
-        """Free the device memory of the buffers until the next `start`; nothing by default."""
+        """Free the device memory of the buffers until the next `start`; does nothing by default."""
 
     def close(self) -> None:
         """Free the buffers; safe to call twice."""
@@ -136,7 +136,7 @@ class BucketSender(ABC):
     def _handle(self, index: int) -> object: ...
 
     def _take(self, weights: Iterator[tuple[str, Tensor]], index: int, position: int, piece: TensorSlice) -> Tensor:
-        """The next tensor, which has to be that of `piece`, the slice at `position` of bucket `index`."""
+        """Return the next tensor, which must match `piece`, the slice at `position` of bucket `index`."""
         found = next(weights, None)
         if found is None:
             raise RefitError(f"The policy sent no {listed(self._names_from(index, position))}")

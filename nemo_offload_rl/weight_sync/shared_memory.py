@@ -1,6 +1,6 @@
 """Buckets in anonymous shared memory, for processes of one host.
 
-1. The sender makes two memory files (`memfd_create`), once, each as large as its largest bucket.
+1. The sender makes two memory files (`memfd_create`) once, each as large as its largest bucket.
 2. A bucket's handle names the sender's process, the file descriptor and the file's inode.
 3. The receiver opens `/proc/<pid>/fd/<fd>`, checks the inode, maps the file and reads tensors in place.
 4. The files have no name. Their memory is freed once both processes have closed them or ended.
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SharedMemoryHandle:
-    """Descriptor `fd` of process `pid`, and the inode, by which the receiver knows that it is still the same file."""
+    """Descriptor `fd` of process `pid`; the inode shows the receiver that it is still the same file."""
 
     pid: int
     fd: int
@@ -83,7 +83,7 @@ class SharedMemoryReceiver:
         self._maps: dict[SharedMemoryHandle, Tensor] = {}
 
     def tensors(self, bucket: WeightBucket) -> Iterator[tuple[str, Tensor]]:
-        """(name, view into the bucket) in sending order; a view's contents last as long as the bucket's.
+        """Yield (name, view into the bucket) in sending order; a view is valid as long as the bucket.
 
         Raises:
             RefitError: The sender has ended, or closed its buffer.
@@ -117,5 +117,5 @@ class SharedMemoryReceiver:
 
 
 def _mapped(fd: int, num_bytes: int) -> Tensor:
-    """[num_bytes] uint8: a file's memory, mapped as long as a view of it is in use."""
+    """Map a file as [num_bytes] uint8; it stays mapped as long as a view is in use."""
     return torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
