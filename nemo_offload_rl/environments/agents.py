@@ -22,7 +22,7 @@ from nemo_offload_rl.environments.outcomes import OnError, Outcome, plain_score
 from nemo_offload_rl.targets import UserCode, told
 
 _CHATTY = ("httpx", "httpx2")  # HTTP clients that write a line for every call
-_SLACK_S = 10.0  # that a worker has beyond the limit of its rollouts
+_SLACK_S = 10.0  # extra time of a worker beyond the limit of its rollouts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +30,11 @@ class AgentTask:
     """One rollout of an agent.
 
     Attributes:
-        base_url: An API like OpenAI's for this rollout alone: conversations there are trained on.
+        base_url: URL of an API like OpenAI's for this rollout alone; conversations there are trained on.
         api_key: Key of the API.
-        model: The model's name there.
-        question: The row's prompt without prompt files, since agents write their messages themselves; for a prompt of
-            messages the text of the user's last.
+        model: The model's name in the API.
+        question: The row's prompt without prompt files, since agents write their messages themselves. For a prompt of
+            messages, the text of the user's last one.
         answer: The reference answer.
         metadata: The row's other columns.
         messages: The row's prompt as messages: one user message if the row has text.
@@ -50,7 +50,7 @@ class AgentTask:
 
 
 def is_agent(parts: Sequence[UserCode]) -> bool:
-    """Whether a user's code is an agent: one class or object with a method `run` and without `step`."""
+    """Tell whether a user's code is an agent: one class or object with a method `run` and without `step`."""
     return len(parts) == 1 and hasattr(parts[0].value, "run") and not hasattr(parts[0].value, "step")
 
 
@@ -61,15 +61,15 @@ class AgentRuns(MadeOnce):
     timeout_s: float
 
     def __call__(self, tasks: Sequence[AgentTask]) -> list[Outcome]:
-        """The outcome of each; without tasks the agent is only made."""
+        """Run the tasks and return their outcomes; without tasks, only make the agent."""
         for name in _CHATTY:
             logging.getLogger(name).setLevel(logging.WARNING)
         hosts = {urlsplit(task.base_url).hostname or "" for task in tasks}
-        _reach_directly({"localhost", "127.0.0.1", "::1", *hosts})  # clients may read it when they are made
+        _reach_directly({"localhost", "127.0.0.1", "::1", *hosts})  # clients may read `no_proxy` when they are made
         self.made()
         if not tasks:
             return []
-        # In a thread of its own: a notebook's has an event loop already.
+        # In its own thread, because a notebook's main thread already runs an event loop.
         with ThreadPoolExecutor(max_workers=1) as pool:
             return pool.submit(asyncio.run, self._together(tasks)).result()
 
@@ -97,11 +97,11 @@ class AgentRuns(MadeOnce):
 
 
 class AgentEnvironment:
-    """An agent, its rollouts shared out over processes.
+    """Environment of one agent; spreads its rollouts over processes.
 
     Args:
         part: The agent, or its class.
-        num_workers: Processes; 0 runs all rollouts in this one.
+        num_workers: Processes; 0 runs all rollouts in this process.
         timeout_s: Seconds for one rollout.
         name: For messages: `env.NAME`.
         on_error: The key `env.NAME.on_error`, which the caller of `run` follows; None skips all failures.
@@ -130,7 +130,7 @@ class AgentEnvironment:
             self._runs([])
 
     def run(self, tasks: Sequence[AgentTask]) -> list[Outcome]:
-        """The score of each rollout, or how it failed."""
+        """Run the tasks and return the score or failure of each rollout."""
         if self._pool is None:
             return self._runs(tasks)
         shares = [tasks[worker :: self._num_workers] for worker in range(min(self._num_workers, len(tasks)))]
@@ -149,7 +149,7 @@ class AgentEnvironment:
 
 
 def _reach_directly(hosts: Collection[str]) -> None:
-    """Have HTTP clients of this process reach the engines' hosts without a proxy, which may not reach them."""
+    """Make this process's HTTP clients bypass any proxy for the engines' hosts, which it may not reach."""
     listed = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
     known = [name.strip() for name in listed.split(",") if name.strip()]
     added = sorted(set(hosts) - {*known, ""})

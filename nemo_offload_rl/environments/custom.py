@@ -1,7 +1,7 @@
-"""Rewards and environments from outside of the package, in worker processes with a time limit.
+"""Runs a user's rewards and environments in worker processes with a time limit.
 
-A reward is a function `(prompt, response, answer, **row) -> float`, sync or async, or several of them with weights; an
-environment is a class, or an object, with a method `step` (`Environment`).
+A reward is a function `(prompt, response, answer, **row) -> float`, sync or async, or several of them with weights. An
+environment is a class or an object with a method `step` (`Environment`).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from nemo_offload_rl.targets import UserCode
 _GIVEN = ("prompt", "response", "answer")
 _ON_DEMAND = ("truncated", "rendered_prompt", "earlier")
 _MOST_AT_ONCE = 64  # responses that one worker awaits together
-_ASYNC_SLACK_S = 5.0  # of a worker beyond the limit of the calls that it awaits
+_ASYNC_SLACK_S = 5.0  # extra time of a worker beyond the limit of its awaited calls
 
 
 @dataclass(frozen=True)
 class RewardFunctions:
-    """The weighted sum of the rewards of functions; the first one decides whether a response is correct.
+    """Weighted sum of reward functions; the first that applies decides whether a response is correct.
 
-    A function that returns None does not apply to the response, and is left out.
+    A function that returns None does not apply to the response and is left out.
 
     Args:
         parts: The functions.
@@ -44,7 +44,7 @@ class RewardFunctions:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of several functions in metrics: as defined, numbered if two are alike; () for a single one."""
+        """Names of the functions in metrics, numbered if two are equal; () for a single function."""
         names = [part.name for part in self.parts]
         if len(names) == 1:
             return ()
@@ -57,18 +57,18 @@ class RewardFunctions:
         return _MOST_AT_ONCE if all(part.is_async for part in self.parts) else 1
 
     def check(self, columns: Collection[str]) -> None:
-        """Refuse functions that ask for more than rows with these columns have.
+        """Refuse functions with a parameter that rows with these columns cannot fill.
 
         Raises:
-            UserCodeError: One does.
+            UserCodeError: A function has such a parameter.
         """
         for part in self.parts:
             part.check_named((*_GIVEN, *sorted({*columns} - {*_GIVEN})), optional=_ON_DEMAND)
 
     def __call__(self, responses: Sequence[Response]) -> list[Outcome]:
-        """Score each; a response with which a function fails is `Refused`."""
+        """Score each response; it is `Refused` if a function fails on it."""
         if any(part.is_async for part in self.parts):
-            # In a thread of its own: a notebook's has an event loop already.
+            # In its own thread, because a notebook's main thread already runs an event loop.
             with ThreadPoolExecutor(max_workers=1) as pool:
                 return pool.submit(asyncio.run, self._score_together(responses)).result()
         return [self._score(response) for response in responses]
@@ -117,7 +117,7 @@ class EnvironmentSteps(MadeOnce):
         """Refuse an environment that cannot be made, or whose `step` cannot be called.
 
         Raises:
-            UserCodeError: It cannot.
+            UserCodeError: The environment is refused.
         """
         if inspect.isclass(self.part.value):
             self.part.check_positional(())
@@ -126,7 +126,7 @@ class EnvironmentSteps(MadeOnce):
         UserCode(f"{self.part.label}.step", step).check_positional(arguments)
 
     def __call__(self, responses: Sequence[Response]) -> list[Outcome]:
-        """Step each; without responses the environment is only made."""
+        """Call `step` with the responses; without responses, only make the environment."""
         made = self.made()
         if not responses:
             return []
@@ -165,7 +165,7 @@ class CustomEnvironment:
         on_error: The key `env.NAME.on_error`.
 
     Raises:
-        UserCodeError: It cannot be made.
+        UserCodeError: The environment cannot be made.
     """
 
     def __init__(
@@ -236,19 +236,19 @@ def custom_environment(
     timeout_s: float,
     on_error: OnError = None,
 ) -> Environment:
-    """The environment `env.NAME` from a user's code; further arguments as in `CustomEnvironment`.
+    """Make the environment `env.NAME` from a user's code.
 
     Args:
         name: NAME.
         parts: A class or object with a method `step`, or functions.
-        weights: Of the functions; None for 1 each.
+        weights: Weights of the functions; None for 1 each.
         columns: Columns of the rows whose responses it scores.
-        num_workers: Processes.
+        num_workers: As for `CustomEnvironment`.
         timeout_s: Seconds for one response.
         on_error: The key `env.NAME.on_error`.
 
     Raises:
-        UserCodeError: It cannot be made, or asks for something that it does not get.
+        UserCodeError: The environment cannot be made, or asks for something that it does not get.
     """
     steps: RewardFunctions | EnvironmentSteps
     if len(parts) == 1 and (inspect.isclass(parts[0].value) or hasattr(parts[0].value, "step")):

@@ -1,12 +1,12 @@
-"""Processes that grade, and are killed when they get stuck.
+"""Pool of grading processes, which are killed when they get stuck.
 
 1. A worker starts, does the warm-up job (imports, mostly), and reports that it is ready.
 2. The pool hands each idle worker one job and notes the deadline.
 3. A worker that answers gets the next job.
 4. A worker past its deadline, or dead, is killed and replaced; its job's outcome is `TimedOut` or `Failed`.
 
-Each worker has a keeper, the process that forked it. Processes that a worker starts fall to its keeper when their
-parents end, even in sessions of their own (PR_SET_CHILD_SUBREAPER). The keeper kills all of them when the worker ends,
+Each worker has a keeper, the process that forked it. Processes that a worker starts become the keeper's children when
+their parents end, even in other sessions (PR_SET_CHILD_SUBREAPER). The keeper kills all of them when the worker ends,
 the pool closes the keeper's standard input, or the pool's process ends. So no process that a job starts outlives its
 timeout or the run.
 """
@@ -43,7 +43,7 @@ _START = (
 )
 _PR_SET_CHILD_SUBREAPER = 36
 
-# Errors of sympy and LaTeX parsers about text that is no formula. Any other is a bug and ends the worker loudly.
+# Errors that sympy and LaTeX parsers raise for text that is no formula. Any other error is a bug and ends the worker.
 _GRADING_ERRORS = (
     ArithmeticError, AttributeError, LookupError, NotImplementedError, RecursionError, TypeError, ValueError,
 )  # fmt: skip
@@ -70,12 +70,12 @@ class Refused:
 
 @dataclass
 class _Worker:
-    """One worker, seen from the pool.
+    """The pool's record of one worker.
 
     Attributes:
-        process: Its keeper.
-        pipe: To the worker.
-        is_ready: It has done its warm-up.
+        process: The worker's keeper.
+        pipe: Connection to the worker.
+        is_ready: The worker has done its warm-up.
         helpers: Process ids below the keeper after the warm-up: the worker, and processes that it needs for all jobs.
         job: Index of the job at hand.
         deadline: End of the job's time, by the monotonic clock.
@@ -94,7 +94,7 @@ class GradingPool:
 
     Args:
         grade: A function or object that can be pickled; its modules are imported in the workers.
-        num_workers: Processes; they start at once, and stay.
+        num_workers: Processes; they start at once and stay.
         timeout_s: Seconds for one job.
         warm_up: A job that each worker does first, without this limit; None for none.
         waits: Return from the constructor only when every worker has done its warm-up; errors as in `map`.
@@ -121,10 +121,10 @@ class GradingPool:
                 raise
 
     def map(self, jobs: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The outcome of each job in order: the result of `grade`, `TimedOut`, `Failed` or `Refused`.
+        """Return the outcome of each job in order: the result of `grade`, `TimedOut`, `Failed` or `Refused`.
 
         Raises:
-            UserCodeError: Code from outside of the package failed in the warm-up of a new worker.
+            UserCodeError: A user's code failed in the warm-up of a new worker.
             WorkerDiedError: A worker process did not start.
         """
         outcomes: list[Any] = [None] * len(jobs)
@@ -187,7 +187,7 @@ class GradingPool:
                 outcome = outcomes[worker.job] = self._receive(worker)
                 worker.job = None
                 if _has_timed_out(outcome) and not worker.helpers.issuperset(_descendants(worker.process.pid)):
-                    self._replace(index)  # the awaited call that was too slow has left a process
+                    self._replace(index)  # an awaited call that timed out has left a process
             elif now >= worker.deadline:
                 outcomes[worker.job] = TimedOut()
                 self._replace(index)
@@ -204,7 +204,7 @@ class GradingPool:
 
     def _start_worker(self) -> _Worker:
         # A new interpreter, not a fork: the driver has threads (Ray, vLLM), and a fork may copy a lock that one holds.
-        # Nor multiprocessing's, which would run the user's script again in each worker.
+        # Not by multiprocessing, which would run the user's script again in each worker.
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
@@ -233,7 +233,7 @@ def _end(worker: _Worker, *, by_itself: bool = False) -> int:
 
     Args:
         worker: The worker.
-        by_itself: Its pipe is closed, so it has ended or ends now.
+        by_itself: The worker's pipe is closed, so the worker has ended or ends now.
     """
     for may_end in (True, False) if by_itself else (False,):
         if not may_end:
@@ -258,7 +258,7 @@ def keep(descriptor: int, pool: int) -> None:
         descriptor: The worker's end of its pipe.
         pool: Process id of the pool.
     """
-    # These are the driver's to handle, and all end with it.
+    # The driver handles these signals, and all processes end with it.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, lambda number, frame: None)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -295,7 +295,7 @@ def _kill_when_let_go(worker: int, pool: int) -> None:
 
 
 def _descendants(pid: int) -> list[int]:
-    """Process ids of the children of a process, their children, and so on."""
+    """List the process ids of all descendants of a process."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended
@@ -328,7 +328,7 @@ def work(descriptor: int) -> None:
 
 
 def graded(grade: Callable[..., Any], job: tuple[Any, ...]) -> Any:
-    """The result of `grade(*job)`; an error of a user becomes `Refused`, one of grading `Failed`."""
+    """Return `grade(*job)`; a `UserError` becomes `Refused`, an error of grading `Failed`."""
     try:
         return grade(*job)
     except UserError as error:
@@ -349,7 +349,7 @@ class MadeOnce:
     _made: Any = None
 
     def made(self) -> Any:
-        """The object, made on the first call."""
+        """Return the object; the first call makes it."""
         if self._made is None:
             self._made = self.part.make()
         return self._made

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 @dataclass(frozen=True)
 class Turn:
-    """The policy's text, special tokens left out, and the environment's reply."""
+    """The policy's text without special tokens, and the environment's reply."""
 
     text: str
     observation: str
@@ -21,7 +21,7 @@ class Response:
 
     Attributes:
         prompt_text: The rendered prompt.
-        text: The policy's text in this turn, special tokens left out.
+        text: The policy's text in this turn, without special tokens.
         truncated: The response was cut at a token limit.
         reference_answer: The right answer.
         metadata: The problem's metadata.
@@ -59,11 +59,11 @@ class Score:
 
 @dataclass(frozen=True)
 class Unscored:
-    """Replaces a score: the rollout is left out of loss, baselines, pass@k and accuracy, and is counted.
+    """Result without a score: the rollout counts in no loss, baseline, pass@k or accuracy, but in metrics of its own.
 
     Attributes:
-        why: `failed` and `timed_out`: scoring, or an agent's rollout; `no_reward`: no reward applies to it.
-        reason: The failure, for people; empty if `why` says all.
+        why: `failed` or `timed_out`: scoring or an agent's rollout did so. `no_reward`: no reward applies.
+        reason: Readable failure; empty if `why` says all.
     """
 
     why: Literal["failed", "timed_out", "no_reward"]
@@ -87,7 +87,7 @@ class Environment(Protocol):
     """A verifiable task. It keeps no state of a rollout: each `Response` has everything that it needs."""
 
     def step(self, responses: Sequence[Response]) -> Sequence[Score | Observation | Unscored]:
-        """For each response in order, a score that ends the rollout, or a message to the policy.
+        """Return for each response, in order, a score that ends the rollout or a message to the policy.
 
         A user's class may return None instead of `Unscored("no_reward")`.
         """
@@ -99,14 +99,14 @@ class Environment(Protocol):
 
 
 class ReferenceChecker(Protocol):
-    """An environment that compares answers with references, and can tell which references no answer equals.
+    """Environment that compares answers with references, and can tell which references no answer can match.
 
     Attributes:
-        compares_text: Another spelling of the same number is another answer.
+        compares_text: Answers are compared as text, so another spelling of a number does not match.
     """
 
     compares_text: bool
 
     def match_themselves(self, references: Sequence[str]) -> list[bool]:
-        """For each reference, whether a response with exactly this answer is correct."""
+        """Tell for each reference whether a response with exactly this answer is correct."""
         ...

@@ -1,4 +1,4 @@
-"""Mathematical answers: compared as mathematics by the library math-verify, as text by DAPO's rule, or as integers."""
+"""Scores mathematical answers: as mathematics (library math-verify), as text (DAPO's rule) or as integers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from nemo_offload_rl.environments.outcomes import OnError, Outcome, settled
 def verified_answer(response_text: str, reference_answer: str) -> tuple[bool, str | None]:
     """Compare the answer found in a response (LaTeX, a boxed formula or a plain number) with the reference.
 
-    A percentage counts by its value and by its number: 5%, 5 and 0.05 are equal. There is no time limit: sympy may
-    think forever about an answer such as a tower of powers.
+    A percentage matches its value and its number: 5%, 5 and 0.05 are equal. There is no time limit: sympy may compute
+    forever on an answer such as a tower of powers.
 
     Returns:
-        Whether they are equal, and the answer as one formula, None if there is none.
+        True if they are equal, and the answer as one formula (None if there is none).
     """
     import math_verify  # heavy (sympy)
 
@@ -27,14 +27,14 @@ def verified_answer(response_text: str, reference_answer: str) -> tuple[bool, st
 
 
 def _parsed(text: str) -> list[Any]:
-    """A formula, if math-verify can read one, and its text.
+    """Return the formula, if math-verify can read one, and its text.
 
-    Of percentages in LaTeX it reads the text alone (math-verify 0.9.0 with latex2sympy2-extended 1.11.0), so they are
-    read once more as plain text.
+    math-verify 0.9.0 with latex2sympy2-extended 1.11.0 reads only the text of percentages in LaTeX, so they are parsed
+    again as plain text.
     """
     import math_verify
 
-    # Its own time limits, which 0 switches off, cannot interrupt C code; the pool kills the process instead.
+    # 0 turns off math-verify's time limits, which cannot interrupt C code; the pool kills the process instead.
     found = list(math_verify.parse(text, parsing_timeout=0))
     written = found[-1] if found else None
     if isinstance(written, str) and "%" in written:
@@ -46,13 +46,13 @@ def _parsed(text: str) -> list[Any]:
 
 # As in DAPO's own code (arXiv 2503.14476; verl/utils/reward_score/math_dapo.py), whose normalization is Minerva's
 # (arXiv 2206.14858, appendix D.1; lm-evaluation-harness, minerva_math).
-_READ_CHARACTERS = 300  # of the end of a response
+_READ_CHARACTERS = 300  # at the end of a response
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _REPLACED = (
     ("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""), (r"\ ", ""), (" ", ""), ("mbox", "text"),
     (r",\text{and}", ","), (r"\text{and}", ","), (r"\text{m}", r"\text{}"),
 )  # fmt: skip
-# The order counts: a removal may make up a later entry.
+# The order matters: a removal may create a later entry.
 _REMOVED = (
     "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", r"\ldots", "sue", "points",
     "feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students",
@@ -69,7 +69,7 @@ _REWRITTEN = (
 
 
 def compared_answer(response_text: str, reference_answer: str) -> tuple[bool, str | None]:
-    """Compare the response's last `Answer:` line with the reference; also returns its answer, None for no line."""
+    """Compare the response's last `Answer:` line with the reference; also return that answer, None without a line."""
     answers = _ANSWER.findall(response_text[-_READ_CHARACTERS:])
     if not answers:
         return False, None
@@ -78,7 +78,7 @@ def compared_answer(response_text: str, reference_answer: str) -> tuple[bool, st
 
 
 def normalized(answer: str) -> str:
-    """The text after the last `=`, without units, filler words, and the ways to write the same in LaTeX."""
+    """Return the text after the last `=`, without units, filler words and variants of LaTeX."""
     text = answer.split("=")[-1]
     for old, new in _REPLACED:
         text = text.replace(old, new)
@@ -102,7 +102,7 @@ _PLAIN_NUMBER = re.compile(r"-?\d{1,15}")
 
 
 class MathEnvironment:
-    """Reward 1 for an answer equivalent to the reference, else 0; none where grading took too long or failed.
+    """Gives reward 1 for an answer equivalent to the reference, else 0; no score if grading timed out or failed.
 
     Args:
         num_workers: Processes that grade; 0 grades in this process, without a time limit.
@@ -161,9 +161,9 @@ class MathEnvironment:
 
 
 class ArithmeticEnvironment:
-    """Reward 1 for the right integer after the response's last `=`, else 0; a response without `=` is all answer.
+    """Gives reward 1 for the right integer after the response's last `=`, else 0.
 
-    A response that was cut before it ended gets 0.
+    Without `=`, the whole response is the answer. A truncated response gets 0.
     """
 
     compares_text = True
@@ -177,7 +177,7 @@ class ArithmeticEnvironment:
         return ["=" not in reference for reference in references]
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing; there are no processes."""
 
     @staticmethod
     def _scored(response: Response) -> Score:
@@ -189,7 +189,7 @@ class RetryEnvironment:
     """Sends a message after each wrong answer of another environment while the policy has turns left.
 
     Args:
-        environment: It scores, and ends the rollout of a right answer.
+        environment: Environment that scores, and ends a rollout with a right answer.
         message: The text that follows a wrong answer.
     """
 

@@ -1,4 +1,4 @@
-"""Scores from a user's values, and failures of scoring: tried again, raised or skipped (`env.NAME.on_error`).
+"""Turns a user's values into scores, and retries, raises or skips failures of scoring (`env.NAME.on_error`).
 
 A response or rollout that could not be scored becomes `Unscored`, not a reward of 0: a failed judge says nothing about
 the response, so such rollouts are left out of loss, baselines and accuracy.
@@ -30,13 +30,13 @@ NO_REWARD = Unscored("no_reward")
 
 
 def plain_score(value: Any) -> Score | Unscored:
-    """A user's reward as a `Score` of Python's own types, which can be pickled, compared and written as JSON.
+    """Turn a user's reward into a `Score` of plain Python types, which can be pickled, compared and written as JSON.
 
-    A number, also a scalar of NumPy or torch, becomes a score that counts as correct from 1 on. None means that the
-    reward does not apply to the response.
+    A number or a scalar of NumPy or torch becomes a score, which counts as correct if it is at least 1. None means that
+    the reward does not apply to the response.
 
     Raises:
-        ValueError: The value is anything else, or not finite; the message says what to return.
+        ValueError: The value is of another kind or not finite; the message says what to return.
     """
     if value is None:
         return NO_REWARD
@@ -90,7 +90,7 @@ def settled[Item](
 def without_failures(
     outcomes: Sequence[Outcome], *, on_error: OnError, name: str, what: str, timeout_s: float
 ) -> list[Score | Observation | Unscored]:
-    """Raise failures as `on_error` says; warn of all others, and make them `Unscored`. Arguments as in `settled`."""
+    """Raise failures as `on_error` says; warn of all others and make them `Unscored`. Arguments as in `settled`."""
     late = [outcome for outcome in outcomes if isinstance(outcome, TimedOut)]
     failed = [outcome for outcome in outcomes if isinstance(outcome, Failed | Refused)]
     raised = failed if on_error == "raise" else [f for f in failed if isinstance(f, Refused) and on_error is None]
@@ -121,7 +121,7 @@ def _without_failure(outcome: Outcome) -> Score | Observation | Unscored:
 
 def _number(value: Any) -> float:
     if not isinstance(value, str | bytes) and hasattr(value, "__float__"):
-        # A tensor of several values raises one of these, an int that is too large the last.
+        # A tensor of several values raises one of the first three; an int that is too large raises OverflowError.
         with suppress(TypeError, ValueError, RuntimeError, OverflowError):
             if math.isfinite(number := float(value)):
                 return number
@@ -143,7 +143,7 @@ def _answer(value: Any) -> str | None:
 
 
 def _plain(value: Any) -> Any:
-    """A scalar of NumPy or torch as Python's own; anything else as it is."""
+    """Convert a scalar of NumPy or torch to Python's type; return anything else unchanged."""
     if hasattr(value, "item"):
         with suppress(TypeError, ValueError, RuntimeError):
             return value.item()

@@ -2,7 +2,7 @@
 
 It needs no rights and no container: every process may set limits, Landlock and a filter of system calls (seccomp) for
 itself. The filter lists the allowed calls, so it is required; the other layers are added if the machine has them
-(`docs/guides/your-own-reward.md` describes each). This protects against code that a policy in training comes upon, not
+(`docs/guides/your-own-reward.md` describes each). This protects against code that a policy finds in training, not
 against somebody who exploits a flaw of the kernel.
 
 The code is sent only after the kernel's own record of the process shows that it is confined, so the code cannot cause
@@ -32,7 +32,7 @@ from nemo_offload_rl.errors import UserError
 _LOG = logging.getLogger(__name__)
 
 _MIB = 2**20
-_KEPT_VARIABLES = ("LD_LIBRARY_PATH",)  # a Python of a cluster's modules may lie there
+_KEPT_VARIABLES = ("LD_LIBRARY_PATH",)  # Python from a cluster's environment modules may need it
 _ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL", "NUMEXPR")}
 _START_S = 120.0  # interpreter and modules, on a busy machine
 _MAX_START_OUTPUT_BYTES = 65536
@@ -46,7 +46,7 @@ class SandboxError(UserError):
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """The end of the code.
+    """Result of running the code.
 
     Attributes:
         output: Printed text, the value of a last line that is an expression, and the error that ended the code.
@@ -77,12 +77,12 @@ def run_python(
         timeout_s: Seconds from sending the code until its process has ended.
         memory_mib: Address space of the process. The interpreter takes 30 MiB of it, NumPy 100 MiB, PyTorch 3 GiB.
         max_output_bytes: The process is killed when it prints more.
-        modules: Imported before; only these, and modules that they have imported, can be imported. NumPy and the like
-            get one thread. Modules that start threads or processes on import are refused.
+        modules: Modules imported beforehand; the code can import only these and those that they have imported. NumPy
+            and the like get one thread. Modules that start threads or processes on import are refused.
 
     Raises:
         SandboxError: The machine permits no filter of system calls (another system than Linux on x86-64, or a container
-            that forbids it), or a module cannot be used. It does not depend on the code.
+            that forbids it), or a module cannot be used. The error does not depend on the code.
     """
     settings = {
         "path": sys.path,
@@ -108,7 +108,7 @@ def run_python(
 
 @contextmanager
 def _started() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """The process, and the read end of its control pipe; after the block the process is dead in any case."""
+    """Start the process; yield it and the read end of its control pipe. After the block it is dead in any case."""
     with ExitStack() as stack:
         control, theirs = os.pipe()
         stack.callback(os.close, control)
@@ -140,14 +140,14 @@ def _close(file: Any) -> None:
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process, and those that modules have started in its group."""
+    """Kill the process, and processes of its group that modules have started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def _send(process: subprocess.Popen[bytes], data: bytes) -> None:
     assert process.stdin is not None
-    with suppress(BrokenPipeError):  # it has ended, and says why
+    with suppress(BrokenPipeError):  # the process has ended and has reported why
         process.stdin.write(data)
         process.stdin.flush()
 
@@ -156,7 +156,7 @@ def _wait_until_confined(process: subprocess.Popen[bytes], control: int) -> None
     """Return when the process is confined, by its own report and by the kernel's record.
 
     Raises:
-        SandboxError: It is not.
+        SandboxError: The process is not confined.
     """
     assert process.stdout is not None
     stdout, printed, report = process.stdout.fileno(), b"", b""
@@ -209,7 +209,7 @@ def _check_record(pid: int) -> None:
 
 
 def _rest_of(descriptor: int) -> bytes:
-    """Everything that is in a pipe now."""
+    """Read everything that is in a pipe now."""
     found = b""
     with suppress(BlockingIOError):
         while some := os.read(descriptor, 65536):
@@ -218,7 +218,7 @@ def _rest_of(descriptor: int) -> bytes:
 
 
 def _read_until_exit(process: subprocess.Popen[bytes], max_bytes: int, deadline: float) -> tuple[bytes, bool]:
-    """The output, and whether the process ended within both limits. A closed pipe is not an end."""
+    """Return the output, and whether the process ended within both limits; a closed pipe is not an end."""
     assert process.stdout is not None
     stdout, found = process.stdout.fileno(), b""
     exited = os.pidfd_open(process.pid)

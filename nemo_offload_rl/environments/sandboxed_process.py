@@ -1,13 +1,13 @@
-"""The process that `sandbox.py` starts: it gives up its rights for good, then runs code that a model wrote.
+"""Program of the process that `sandbox.py` starts: gives up its rights for good, then runs code that a model wrote.
 
 1. It ends with the thread that started it (PR_SET_PDEATHSIG).
 2. It reads its settings and imports the modules that the code may use.
 3. `confine` closes every other file, refuses to go on with a second thread or a child, and has the kernel take away
-   files, network, signals, rights and memory. The order of the layers is in `confine`.
-4. It reports that on the control pipe. The parent checks the kernel's record of this process and sends the code.
+   files, network, signals, rights and memory.
+4. It reports the result on the control pipe. The parent checks the kernel's record of this process and sends the code.
 
-It imports nothing of the package: every module here would be within reach of the code. Numbers of system calls and
-layouts are those of x86-64: linux/seccomp.h, linux/filter.h, linux/landlock.h, linux/capability.h, asm/unistd_64.h.
+It imports nothing of the package, because the code could reach every imported module. Numbers of system calls and
+layouts are for x86-64: linux/seccomp.h, linux/filter.h, linux/landlock.h, linux/capability.h, asm/unistd_64.h.
 """
 
 import ast
@@ -40,7 +40,7 @@ _ALLOWED_UNLESS = (
     (28, _JUMP_IF_AT_LEAST, 100),  # madvise, MADV_HWPOISON and MADV_SOFT_OFFLINE
 )
 _OFFSET_NUMBER, _OFFSET_ARCH, _OFFSET_THIRD_ARGUMENT = 0, 4, 32
-_ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050001  # the last with EPERM
+_ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050001  # refuse with EPERM
 _AUDIT_ARCH_X86_64 = 0xC000003E
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 _SYS_CAPSET, _SYS_SECCOMP, _SYS_LANDLOCK_CREATE, _SYS_LANDLOCK_RESTRICT = 126, 317, 444, 446
@@ -69,20 +69,20 @@ def confine(memory_bytes: int, cpu_s: int, parent: int) -> list[str]:
         parent: Process id of the parent.
 
     Returns:
-        Names of the layers that this machine lacks; the filter of system calls is not one: without it nothing runs.
+        Names of the layers that this machine lacks. The filter of system calls is never one: without it nothing runs.
     """
     os.closerange(_CONTROL + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     _check_alone()
     held_bytes = int(_text_of("/proc/self/statm").split()[0]) * resource.getpagesize()
     if held_bytes > memory_bytes:
         raise _Refused(f"the modules take {held_bytes / 2**20:.0f} MiB of address space; raise `memory_mib` above that")
-    # Without it only root may set a filter; with it nothing that is executed later could gain rights.
+    # PR_SET_NO_NEW_PRIVS lets users other than root set a filter, and keeps later programs from gaining rights.
     if platform.machine() != "x86_64" or _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
         raise _Refused(_NO_FILTER)
     missing = [] if _restrict_by_landlock() else ["Landlock"]
     if not _drop_rights():
         missing.append("a user without rights")
-    die_with_parent(parent)  # a change of the user ends what was set before
+    die_with_parent(parent)  # again, because a change of the user clears it
     _limit(memory_bytes, cpu_s)
     if not _filter_system_calls():
         raise _Refused(_NO_FILTER)
@@ -98,12 +98,12 @@ _NO_FILTER = (
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when the thread that started it ends."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before that
+    if os.getppid() != parent:  # the parent ended before the call
         os._exit(1)
 
 
 def _check_alone() -> None:
-    """Refuse if a module has started a thread or a process, which would not be confined."""
+    """Raise if a module has started a thread or a process, which would not be confined."""
     tasks = os.listdir("/proc/self/task")
     children = f"/proc/self/task/{tasks[0]}/children"  # not every kernel has it
     if len(tasks) > 1 or (os.path.exists(children) and _text_of(children).strip()):
@@ -116,7 +116,7 @@ def _text_of(path: str) -> str:
 
 
 def _restrict_by_landlock() -> bool:
-    """No file by name, no TCP, no signal and no abstract socket outside of this process; False before Linux 5.13."""
+    """Forbid files by name, TCP, and other processes' signals and abstract sockets; return False before Linux 5.13."""
     version = _libc.syscall(_SYS_LANDLOCK_CREATE, None, ctypes.c_size_t(0), _LANDLOCK_CREATE_RULESET_VERSION)
     if version < 1:
         return False
@@ -135,7 +135,7 @@ def _restrict_by_landlock() -> bool:
 
 
 def _drop_rights() -> bool:
-    """Become nobody if this is root, and drop every capability; False if the process stays root."""
+    """Become nobody if this is root, and drop every capability; return False if the process stays root."""
     if os.geteuid() == 0:
         try:
             os.setgroups([])
@@ -155,13 +155,13 @@ def _limit(memory_bytes: int, cpu_s: int) -> None:
         (resource.RLIMIT_MSGQUEUE, 0), (resource.RLIMIT_CORE, 0),
     ):  # fmt: skip
         hard = resource.getrlimit(limit)[1]
-        # One that is lower already may be raised by root only.
+        # Only root may raise a limit that is already lower.
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(limit, (value, value))
 
 
 def _filter_system_calls() -> bool:
-    """Refuse every call that is not allowed above, in all threads at once; False if the kernel takes no filter."""
+    """Refuse all calls but the allowed ones, in all threads at once; return False if the kernel takes no filter."""
     steps = [
         (_LOAD, 0, 0, _OFFSET_ARCH), (_JUMP_IF_EQUAL, 1, 0, _AUDIT_ARCH_X86_64), (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, _OFFSET_NUMBER),
@@ -180,7 +180,7 @@ def _filter_system_calls() -> bool:
 
 
 def run(code: str) -> None:
-    """Execute statements; the value of a last line that is an expression is printed."""
+    """Execute statements; print the value of the last one if it is an expression."""
     tree = ast.parse(code, "<code>")
     last = None
     if tree.body and isinstance(end := tree.body[-1], ast.Expr):
@@ -206,7 +206,7 @@ def run_to_the_end(code: bytes) -> int:
     except MemoryError:
         sys.stdout.write("MemoryError\n")
         return 1
-    except BaseException as error:  # code of a model raises anything
+    except BaseException as error:  # a model's code may raise anything
         sys.stdout.write(f"{type(error).__name__}: {error}\n")
         return 1
     return 0

@@ -1,4 +1,4 @@
-"""Environments of the package `verifiers` (0.2), as they are: they converse and score, the engine keeps the tokens.
+"""Runs environments of the package `verifiers` (0.2) unchanged: they converse and score, the engine keeps the tokens.
 
 https://github.com/PrimeIntellect-ai/verifiers. Install it with this package's extra `agents`.
 """
@@ -13,7 +13,7 @@ from nemo_offload_rl.environments.agents import AgentTask
 from nemo_offload_rl.environments.interfaces import Score
 from nemo_offload_rl.errors import ConfigError
 
-# Errors that are the policy's fault, since it said nothing that verifiers can use: the rollout is scored.
+# Errors that the policy caused by saying nothing that verifiers can use; the rollout is scored.
 _OF_THE_POLICY = ("EmptyModelResponseError", "OverlongPromptError")
 
 
@@ -43,10 +43,10 @@ class VerifiersAgent:
         self._correct_from = correct_from
 
     async def run(self, task: AgentTask) -> Any:
-        """One rollout; None if the environment gave no reward.
+        """Run one rollout and return its score; None if the environment gave no reward.
 
-        A row with a column `example_id` stands for that row of the environment's own data set. Any other row's question
-        is the user's message, and its answer goes to the rubric.
+        A column `example_id` selects a row of the environment's own data set. Without it, the row's question is the
+        user's message, and its answer goes to the rubric.
         """
         from openai import AsyncOpenAI
 
