@@ -1,9 +1,9 @@
-"""Rollouts that agents drive: the conversation at the engine's endpoint becomes the sample.
+"""Runs rollouts that agents drive: the conversations at the engine's endpoint become the sample.
 
 1. The engine opens a rollout for each sample, with a base URL of its own.
-2. The agents converse there, and return rewards; a rollout that is tried again gets a new URL.
-3. Every conversation of a rollout is taken with its exact tokens: those that the policy sampled have logprobs and are
-   trained on, once, with the rollout's advantage; others are not.
+2. The agents converse there and return rewards; a rollout that is tried again gets a new URL.
+3. Every conversation of a rollout keeps its exact tokens. Tokens that the policy sampled have logprobs and are trained
+   on once, with the rollout's advantage; others are not.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ logger = logging.getLogger(__name__)
 
 
 class Endpoint(Protocol):
-    """The engines, as agents' rollouts need them."""
+    """Interface of the engines for agents' rollouts."""
 
     def open_rollouts(self, sampling: Sequence[SamplingSettings]) -> list[str]:
-        """A base URL for each rollout, with its own sampling."""
+        """Open a rollout with each of these samplings; return their base URLs."""
         ...
 
     def take_rollouts(self, base_urls: Sequence[str]) -> list[list[ServedCall]]:
@@ -47,16 +47,16 @@ def agent_rollouts(
     model: str,
     api_key: str,
 ) -> RolloutBatch:
-    """Groups of rollouts of prompts whose environments are agents.
+    """Run groups of rollouts of prompts whose environments are agents.
 
     Args:
         prompts: The tasks.
-        group_size: Rollouts of each.
-        environments: By name, those of all prompts.
+        group_size: Rollouts of each task.
+        environments: Environments of all prompts, by name.
         endpoint: The engines, awake.
         sampling: Rollout i draws from the seed + i.
         decode: Token ids to text.
-        model: Name of the model at the engines.
+        model: The model's name in the engines' API.
         api_key: Key of the engines' API.
 
     Raises:
@@ -75,7 +75,7 @@ def agent_rollouts(
             own = [row for row in due if rows[row].env_name == name]
             if own:
                 outcomes |= zip(own, environment.run([tasks[row] for row in own]), strict=True)
-        # Raises first if an engine has died, which explains all failures of agents.
+        # Raises if an engine has died, before the agents' failures that follow from it are reported.
         calls |= zip(due, endpoint.take_rollouts(urls), strict=True)
         due = [
             row
@@ -122,7 +122,7 @@ def _task(prompt: Prompt, base_url: str, model: str, api_key: str) -> AgentTask:
 def _rollout(
     prompt: Prompt, calls: Sequence[ServedCall], score: Score | Unscored, decode: Callable[[Sequence[int]], str]
 ) -> Rollout:
-    """One sample; without a call to the policy it is unscored."""
+    """Make one sample; without a call to the policy it is unscored."""
     found = conversations(calls)
     if not found and isinstance(score, Score):
         score = Unscored("failed", "the agent asked the policy nothing")
@@ -140,7 +140,7 @@ def _rollout(
 
 
 def _conversation(calls: Sequence[tuple[ServedCall, bool]]) -> SideConversation:
-    """One conversation; responses that another conversation counts have no logprobs here."""
+    """Join calls into a conversation; responses counted in another conversation have no logprobs here."""
     segments: list[Segment] = []
     end: tuple[int, ...] = ()
     for call, is_counted in calls:

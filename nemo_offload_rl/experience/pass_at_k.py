@@ -20,11 +20,11 @@ def powers_of_two(group_size: int) -> list[int]:
 
 
 def pass_at_k(num_correct: Sequence[int], num_scored: Sequence[int], k: int) -> float | None:
-    """The unbiased estimate, averaged over prompts with at least k scored responses; None if no prompt has.
+    """Average the unbiased estimate over prompts with at least k scored responses; None if there are none.
 
     Args:
         num_correct: Correct responses to each prompt.
-        num_scored: Scored responses to each.
+        num_scored: Scored responses to each prompt.
         k: Number of responses, at least one of them correct.
     """
     pairs = [(correct, scored) for correct, scored in zip(num_correct, num_scored, strict=True) if scored >= k]
@@ -35,14 +35,14 @@ def pass_at_k(num_correct: Sequence[int], num_scored: Sequence[int], k: int) -> 
 
 
 def cons_at_k(groups: Sequence[Sequence[tuple[str | None, bool]]], k: int) -> float | None:
-    """The mean over prompts of the share of subsets of k responses whose most frequent answer is correct.
+    """Average over prompts the share of subsets of k responses whose most frequent answer is correct.
 
-    Of equally frequent answers the first counts; a missing answer counts as one. If there are more than 10,000 subsets,
-    so many are drawn. Prompts with fewer than k scored responses are left out; None if all are.
+    Among equally frequent answers the first counts; a missing answer counts as an answer. If there are more than 10,000
+    subsets, 10,000 are drawn. Prompts with fewer than k scored responses are left out; None if all are.
 
     Args:
         groups: For each prompt, answer and correctness of each scored response.
-        k: Responses that vote.
+        k: Number of responses that vote.
     """
     shares = []
     for group in [group for group in groups if len(group) >= k]:

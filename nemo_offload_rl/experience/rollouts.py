@@ -1,8 +1,8 @@
-"""From prompts to scored rollouts.
+"""Turns prompts into scored rollouts.
 
 1. The engine samples a group of responses to each prompt.
 2. Responses are decoded, and each environment scores or answers its own.
-3. A rollout that was answered goes on: prompt, response and answer are the engine's next prompt, with one sample.
+3. An answered rollout goes on: prompt, response and answer are the engine's next prompt, with one sample.
 4. The result keeps token ids and the sampler's logprobs: responses are never tokenized again.
 
 The caller runs engine and environments, so that it can time them, and restart an engine that died.
@@ -23,7 +23,7 @@ type Decode = Callable[[Sequence[int]], str]
 """Token ids to text, without special tokens."""
 
 type EncodeTurn = Callable[[str, Sequence[int]], Sequence[int]]
-"""From an observation and the tokens of the response before it to the tokens between that response and the next."""
+"""Turns an observation, and the tokens of the response before it, into the tokens between both responses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Turns:
         max_turns: Turns of the policy.
         max_tokens: Tokens of prompt, responses and observations together.
         encode: Turns observations into tokens.
-        stopped: The score of a rollout that ends although another turn could follow; None if it goes on.
+        stopped: Returns a score to end a rollout before its last turn, or None to go on.
     """
 
     max_turns: int
@@ -60,17 +60,17 @@ class _Open:
 
 
 class Rollouts:
-    """Groups of rollouts, turn by turn: while `under_way`, the engine's completions of `prompts` go to `step`.
+    """Runs groups of rollouts turn by turn: while `under_way`, the engine's completions of `prompts` go to `step`.
 
     Args:
         prompts: The prompts of all groups.
-        group_size: Rollouts of each.
-        environments: By name; each prompt names its own.
+        group_size: Rollouts of each prompt.
+        environments: Environments by name; each prompt names its own.
         decode: See `Decode`.
-        turns: Their limits.
+        turns: Limits of the rollouts.
 
     Raises:
-        ConfigError: A prompt names an environment that is not there.
+        ConfigError: A prompt names an unknown environment.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Rollouts:
 
     @property
     def under_way(self) -> bool:
-        """Whether any rollout has a turn to come."""
+        """Tell whether any rollout has a turn to come."""
         return bool(self._live)
 
     @property
@@ -109,11 +109,11 @@ class Rollouts:
 
     @property
     def in_last_turn(self) -> bool:
-        """Whether no turn can follow the one that has not ended."""
+        """Tell whether no turn can follow the current one."""
         return self._num_turns + 1 >= self._turns.max_turns
 
     def prompts(self) -> tuple[list[Sequence[int]], int]:
-        """Token ids for the engine, and the number of samples of each: a group in the first turn, then one."""
+        """Return token ids for the engine and the samples of each prompt: a group in the first turn, then one."""
         if self._num_turns == 0:
             return [prompt.token_ids for prompt in self._prompts], self._group_size
         return [[*rollout.prompt.token_ids, *rollout.tokens_after_prompt()] for rollout in self._live], 1
@@ -135,7 +135,7 @@ class Rollouts:
         self._live = [rollout for rollout in self._live if rollout.score is None]
 
     def batch(self) -> RolloutBatch:
-        """All rollouts, group by group; none may be under way."""
+        """Return all rollouts, group by group; all must have ended."""
         return RolloutBatch(rollouts=tuple(self._ended(rollout) for rollout in self._all), group_size=self._group_size)
 
     def _response(self, rollout: _Open, completion: Completion) -> Response:

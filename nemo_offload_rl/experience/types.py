@@ -37,7 +37,7 @@ class SideConversation:
 
     Attributes:
         prompt_token_ids: Its first prompt.
-        segments: The rest; responses that another conversation counts have no logprobs here.
+        segments: All that follows; responses counted in another conversation have no logprobs here.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -53,7 +53,7 @@ class Rollout:
         segments: The policy's turns, and between them the environment's.
         response_text: The segments as text, special tokens left out.
         reward: Reward for training; NaN without a score.
-        correct: Counted by accuracy; False without a score.
+        correct: The response counts as correct in accuracy; False without a score.
         truncated: The last response was cut at a token limit.
         reward_parts: Parts of the reward, by name.
         stopped: A user's function ended it before its last turn.
@@ -76,7 +76,7 @@ class Rollout:
 
     @staticmethod
     def ended(outcome: Score | Unscored, **said: Any) -> Rollout:
-        """A rollout with or without a score; `said` has the fields that do not come from it."""
+        """Make a rollout from its outcome; `said` has all other fields."""
         if isinstance(outcome, Unscored):
             return Rollout(reward=math.nan, correct=False, unscored=outcome, **said)
         return Rollout(
@@ -101,7 +101,7 @@ class Rollout:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and all that followed."""
+        """Tokens of the prompt and all that followed."""
         return len(self.prompt.token_ids) + sum(len(segment.token_ids) for segment in self.segments)
 
     def sequences(self, sample_mask: float = 1.0) -> list[SampledSequence]:
@@ -194,19 +194,19 @@ class RolloutBatch:
         return torch.tensor([rollout.num_turns for rollout in self.rollouts], dtype=torch.int64)
 
     def row_owners(self) -> Tensor:
-        """[R] int64, R >= B: the rollout of each row of `collate`: one conversation of each, then all others."""
+        """[R] int64, R >= B: rollout of each row of `collate`; first one conversation of each, then all others."""
         others = [row for row, rollout in enumerate(self.rollouts) for _ in rollout.others]
         return torch.tensor([*range(len(self)), *others], dtype=torch.int64)
 
     def select_groups(self, groups: Iterable[int]) -> Self:
-        """Groups by index, in the order given."""
+        """Select groups by index, in the order given."""
         size = self.group_size
         chosen = [self.rollouts[group * size : (group + 1) * size] for group in groups]
         return replace(self, rollouts=tuple(rollout for group in chosen for rollout in group))
 
     @staticmethod
     def concatenate(batches: Sequence[RolloutBatch]) -> RolloutBatch:
-        """Groups of all batches, which have the same group size."""
+        """Join the groups of all batches, which have the same group size."""
         (group_size,) = {batch.group_size for batch in batches}
         return RolloutBatch(
             rollouts=tuple(rollout for batch in batches for rollout in batch.rollouts), group_size=group_size
@@ -214,17 +214,17 @@ class RolloutBatch:
 
     @staticmethod
     def interleave(first: RolloutBatch, second: RolloutBatch, is_first: Sequence[bool]) -> RolloutBatch:
-        """Groups of two batches, each in its own order; `is_first` chooses the batch for each place."""
+        """Merge the groups of two batches, each in its own order; `is_first` chooses the batch for each place."""
         batch = RolloutBatch.concatenate([first, second])
         places = {True: iter(range(first.num_prompts)), False: iter(range(first.num_prompts, batch.num_prompts))}
         return batch.select_groups([next(places[each]) for each in is_first])
 
     def collate(self, *, pad_id: int, multiple: int = 1, sample_mask: Tensor | None = None) -> SampledBatch:
-        """Padded tensors for logprobs and training, rows as `row_owners` has them.
+        """Make padded tensors for logprobs and training, with the rows of `row_owners`.
 
         Args:
             pad_id: Token that fills the rows.
-            multiple: The width becomes a multiple of it.
+            multiple: The width is rounded up to a multiple of it.
             sample_mask: [B], 0 leaves a sample out of the loss; None keeps all.
         """
         masks = [1.0] * len(self) if sample_mask is None else sample_mask.tolist()
