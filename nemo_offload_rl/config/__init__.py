@@ -2,8 +2,8 @@
 
 1. `utils.config.load_config` reads, inherits, overrides and resolves.
 2. `validate.validate_keys` checks every key by itself (pydantic, unknown keys forbidden) and makes the sections.
-3. `rules.check_rules` checks what keys demand of each other.
-4. `convert` adds what workers and engines read that is not one key as it stands.
+3. `rules.check_rules` checks the rules between keys.
+4. `convert` adds the settings of workers and engines that are derived from several keys.
 
 `algorithms.ALGORITHMS` has the keys, rules and conversion of each algorithm.
 """

@@ -1,4 +1,4 @@
-"""The table of algorithms: which keys a run of each has, which rules hold between them, what they become."""
+"""Table of algorithms: the keys of each, the rules between them, and their conversion to a run's configuration."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Algorithm:
         name: Its section in a YAML file and the end of its launch script's name.
         keys: The class of all its keys.
         rules: Rules between keys.
-        convert: Makes the configuration of a run from checked keys and the plain dictionaries that they came from.
-        trains: Whether the run updates a policy.
+        convert: Makes a run's configuration from checked keys and the plain dictionaries that they came from.
+        trains: The run updates a policy.
     """
 
     name: str

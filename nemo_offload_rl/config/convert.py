@@ -1,4 +1,4 @@
-"""From a checked configuration to that of a run: what workers and engines read that is not one key as it stands."""
+"""Makes a run's configuration from checked keys: adds settings of workers and engines derived from several keys."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from nemo_offload_rl.utils.sockets import listening
 
 
 def to_grpo_config(cfg: GrpoMasterConfig, resolved: Mapping[str, Any]) -> GrpoConfig:
-    """The configuration of a run from one that passed `validate_keys` and `check_rules`, and its plain dictionaries."""
+    """Make a run's configuration from one that passed `validate_keys` and `check_rules`, and its plain dictionaries."""
     return _of_run(GrpoConfig, cfg, resolved, worker=grpo_worker(cfg.policy, cfg.grpo.seed), engine=_engine(cfg))
 
 
 def to_distillation_config(cfg: DistillationMasterConfig, resolved: Mapping[str, Any]) -> DistillationConfig:
-    """As `to_grpo_config`."""
+    """Make a run's configuration; arguments as in `to_grpo_config`."""
     worker = grpo_worker(cfg.policy, cfg.distillation.seed)
     model, topk = teacher_model(worker, cfg.teacher), cfg.distillation.topk_logits_k
     teacher = TeacherSettings(model=model, topk=topk, streams_layers=cfg.teacher.stream_layers)
@@ -39,7 +39,7 @@ def to_distillation_config(cfg: DistillationMasterConfig, resolved: Mapping[str,
 
 
 def _engine(cfg: RolloutMasterConfig) -> VllmSettings:
-    """The settings of an engine."""
+    """Make the settings of an engine."""
     policy, (_, section) = cfg.policy, cfg.algorithm
     return extend(
         VllmSettings,
@@ -53,7 +53,7 @@ def _engine(cfg: RolloutMasterConfig) -> VllmSettings:
 
 
 def teacher_model(worker: PolicySettings, teacher: TeacherConfig) -> PolicySettings:
-    """A teacher in a policy's terms: as the policy, but for its own keys, without adapters and without an optimizer."""
+    """Make a teacher's settings from the policy's: with the teacher's keys, without adapters and optimizer."""
     size = teacher.dtensor_cfg.tensor_parallel_size
     dtensor = replace(
         worker.dtensor_cfg,
@@ -88,7 +88,7 @@ def teacher_model(worker: PolicySettings, teacher: TeacherConfig) -> PolicySetti
 
 
 def _endpoint(cfg: RolloutMasterConfig) -> EndpointSettings | None:
-    """The settings of the engines' HTTP endpoint; None without one."""
+    """Make the settings of the engines' HTTP endpoint; None without one."""
     vllm = cfg.policy.generation.vllm_cfg
     if not vllm.expose_http_server:
         return None
@@ -102,17 +102,17 @@ def _endpoint(cfg: RolloutMasterConfig) -> EndpointSettings | None:
 
 
 def to_sft_config(cfg: SftMasterConfig, resolved: Mapping[str, Any]) -> SftConfig:
-    """As `to_grpo_config`."""
+    """Make a run's configuration; arguments as in `to_grpo_config`."""
     return _of_run(SftConfig, cfg, resolved, worker=supervised_worker(cfg.policy, cfg.sft.seed))
 
 
 def to_dpo_config(cfg: DpoMasterConfig, resolved: Mapping[str, Any]) -> DpoConfig:
-    """As `to_grpo_config`."""
+    """Make a run's configuration; arguments as in `to_grpo_config`."""
     return _of_run(DpoConfig, cfg, resolved, worker=supervised_worker(cfg.policy, cfg.dpo.seed, rows_per_item=2))
 
 
 def to_eval_config(cfg: EvalMasterConfig, resolved: Mapping[str, Any]) -> EvalConfig:
-    """As `to_grpo_config`; a checkpoint of a run becomes the model folder in it, for the tokenizer too.
+    """Make a run's configuration; replace a checkpoint by the model folder in it, for the tokenizer too.
 
     Raises:
         ConfigError: There is no model in the checkpoint.
@@ -132,7 +132,7 @@ def to_eval_config(cfg: EvalMasterConfig, resolved: Mapping[str, Any]) -> EvalCo
 
 
 def model_folder(name: str) -> str:
-    """The Hugging Face folder that a name stands for: of a checkpoint its `hf/`, of several those of the newest.
+    """Return the Hugging Face folder that a name stands for: `hf/` of a checkpoint, or of the newest of several.
 
     Raises:
         ConfigError: A folder is neither a model nor a checkpoint that has one.
@@ -157,13 +157,13 @@ def model_folder(name: str) -> str:
 
 
 def _of_run[Config](target: type[Config], cfg: Any, resolved: Mapping[str, Any], **more: Any) -> Config:
-    """The configuration of a run: its keys, with the data sets filled in, the dictionaries for its records, `more`."""
+    """Make a run's configuration from its keys, filled-in data sets, plain dictionaries for its records, and `more`."""
     data = with_task_keys(cast("type[Any]", type(cfg.data)), resolved["data"])
     return extend(target, cfg, data=data, resolved=as_written(resolved), **more)
 
 
 def with_task_keys[Data](kind: type[Data], data: Mapping[str, Any]) -> Data:
-    """The section `data`, of `kind`, in which every data set has the keys of `data.default` that it does not set."""
+    """Make the section `data`, of `kind`; every data set takes keys that it does not set from `data.default`."""
     default = {key: value for key, value in data["default"].items() if key in keys_of(TaskKeys)}
 
     def fill(source: Any) -> Any:

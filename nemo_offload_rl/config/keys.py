@@ -22,12 +22,12 @@ class KeyDoc:
 
     Attributes:
         path: Dotted name; `[]` stands for a list index and `NAME` for a free key.
-        values: What may be written, in words.
+        values: Allowed values, in words.
         description: Purpose and unit; None when it was forgotten (a test forbids it).
         is_section: True when other keys are below it.
-        variant: The data set or entry kind that the key belongs to, where there are several.
-        default: The value of a file that leaves the key out, in a tuple of its own; () without one.
-        is_required: A file has to set it; false for a key with a default, and for one whose absence has a meaning.
+        variant: The data set or entry kind that the key belongs to, if there are several.
+        default: The default value, in a tuple of its own; () without one.
+        is_required: A file must set it; false for a key with a default, and for one whose absence has a meaning.
     """
 
     path: str
@@ -40,7 +40,7 @@ class KeyDoc:
 
 
 def walk_keys(section: Any, prefix: str = "", variant: str | None = None) -> Iterator[KeyDoc]:
-    """Keys of `section` and of all sections below it, in the order they are written in."""
+    """Yield the keys of `section` and of all sections below it, in the order of their definition."""
     for name, (hint, is_required) in keys_of(section).items():
         kind, metadata = unwrap(hint)
         path = f"{prefix}{name}"
@@ -60,7 +60,7 @@ def walk_keys(section: Any, prefix: str = "", variant: str | None = None) -> Ite
 
 
 def known_keys(section: Any) -> list[str]:
-    """Dotted names of every key, each once."""
+    """List the dotted name of every key once."""
     return list(dict.fromkeys(key.path for key in walk_keys(section)))
 
 

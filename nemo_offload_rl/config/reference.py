@@ -81,7 +81,7 @@ have above, `tokenizer` those of `policy.tokenizer`, and `data.validation` those
 
 
 def render() -> str:
-    """The whole page."""
+    """Render the whole page."""
     lines = [_HEAD, *_sections(GrpoMasterConfig)]
     of_grpo = set(known_keys(GrpoMasterConfig))
     lines += [_DISTILLATION]
@@ -123,7 +123,7 @@ def _sections(schema: type, only: Sequence[str] = (), heading: str = "##") -> li
 
 
 def _is_repeated(section: KeyDoc) -> bool:
-    """Tell a section with the keys of `data.train`: it gets one row instead of the tables again."""
+    """Tell whether a section repeats the keys of `data.train`; it then gets one row instead of tables."""
     return section.path == "data.validation" or ".datasets" in section.path
 
 

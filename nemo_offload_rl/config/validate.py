@@ -1,4 +1,4 @@
-"""Types, limits and unknown keys: what pydantic finds, said in one line each."""
+"""Checks types, limits and unknown keys with pydantic, and reports each problem in one line."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from nemo_offload_rl.keys.section import FromEnvironment, from_mapping
 from nemo_offload_rl.utils.config import flatten_keys, unknown_key_message
 
 _MAX_SHOWN = 3
-# Keys that earlier versions had, and what to do now.
+# Keys of earlier versions, and what to do now.
 REMOVED_KEYS: Mapping[str, str] = {
     "policy.reference_dir": (
         "leave it out: the reference is in host memory, in policy.precision; docs/guides/memory.md says what needs less"
     ),
 }
-# A key of the one does not mean the key of that name of the other: only one of the two is in use.
+# A key of one section is no suggestion for a key of the other: only one of the two is in use.
 _EXCLUDE_EACH_OTHER = (("dtensor_cfg", "megatron_cfg"), ("megatron_cfg", "dtensor_cfg"))
 
 
@@ -50,9 +50,9 @@ def missing_key_message(schema: type, raw: Mapping[str, Any], path: str, value: 
 
     Args:
         schema: As for `validate_keys`.
-        raw: The configuration, interpolations as they are written.
+        raw: The configuration, with unresolved interpolations.
         path: The dotted key.
-        value: What it was to be.
+        value: The override's value.
     """
     if _takes(schema, _with_value(raw, path, value), path):
         return f"{path}: not set by the file; write +{path} to add it"
@@ -60,14 +60,14 @@ def missing_key_message(schema: type, raw: Mapping[str, Any], path: str, value: 
         return _removed_message(path)
     known = _known_at(schema, path)
     present = set(flatten_keys(raw))
-    if path in known:  # of another kind of section: the first part of it that is not there says most
+    if path in known:  # a key of another kind of section: name its first part that is missing
         parts = path.split(".")
         path = next(prefix for prefix in map(".".join, accumulate([part] for part in parts)) if prefix not in present)
     return unknown_key_message(path, known, partial(_accepts, schema, raw, path, value))
 
 
 def join_problems(messages: list[str]) -> str:
-    """The first problems of a list as one line."""
+    """Join the first problems of a list into one line."""
     shown = "; also ".join(messages[:_MAX_SHOWN])
     return shown if len(messages) <= _MAX_SHOWN else f"{shown}; and {len(messages) - _MAX_SHOWN} more problems"
 
@@ -80,7 +80,7 @@ def _messages(errors: list[ErrorDetails], raw: Mapping[str, Any], schema: type) 
         else unknown_key_message(path, _known_at(schema, path), partial(_accepts, schema, raw, path, value))
         for path, value in unknown.items()
     ]
-    # A misspelt key makes the right one missing: one message for both.
+    # A misspelt key makes the right one missing; both get one message.
     sections_with_unknown = {path.rpartition(".")[0] for path in unknown}
     for error in errors:
         path = _path(error["loc"], raw)
@@ -101,7 +101,7 @@ def _known_at(schema: type, path: str) -> list[str]:
 
 
 def _accepts(schema: type, raw: Mapping[str, Any], path: str, value: Any, candidate: str) -> bool:
-    """Whether a configuration with the value at `candidate` instead of `path` has no problem with either."""
+    """Tell whether the configuration is valid at `candidate` if the value moves there from `path`."""
     if any(one in path.split(".") and other in candidate.split(".") for one, other in _EXCLUDE_EACH_OTHER):
         return False
     changed = _with_value(_without(raw, path), candidate, value)
@@ -109,14 +109,14 @@ def _accepts(schema: type, raw: Mapping[str, Any], path: str, value: Any, candid
 
 
 def _takes(schema: type, raw: Mapping[str, Any] | None, path: str) -> bool:
-    """Whether the schema has no problem with the value at `path`, nor with that there is one."""
+    """Tell whether the schema knows the key `path` and accepts its value."""
     if raw is None:
         return False
     try:
         from_mapping(schema, raw)
     except ValidationError as error:
         errors = [(_path(e["loc"], raw), e["type"]) for e in error.errors(include_url=False)]
-        # A section that is no mapping, or of a kind that is not known, hides what is below it.
+        # A section that is no mapping, or of an unknown kind, hides the problems below it.
         return not any(
             at == path or at.startswith(f"{path}.") or (path.startswith(f"{at}.") and kind != "missing")
             for at, kind in errors
@@ -125,7 +125,7 @@ def _takes(schema: type, raw: Mapping[str, Any] | None, path: str) -> bool:
 
 
 def _with_value(raw: Mapping[str, Any], path: str, value: Any) -> Mapping[str, Any] | None:
-    """A copy of nested dictionaries and lists with a value; None where its section cannot have keys."""
+    """Copy nested dictionaries and lists and set a value; None if its section cannot have keys."""
     changed, section, leaf = _copied(raw, path, makes_sections=True)
     if section is None:
         return None
@@ -143,7 +143,7 @@ def _without(raw: Mapping[str, Any], path: str) -> Mapping[str, Any]:
 def _copied(
     raw: Mapping[str, Any], path: str, *, makes_sections: bool
 ) -> tuple[dict[str, Any], dict[str, Any] | None, str]:
-    """A copy, the section of the key in it if there is one, and the name of the key in that section."""
+    """Return a copy, the key's section in the copy (None if there is none), and the key's name in that section."""
     changed = copy.deepcopy(dict(raw))
     node: Any = changed
     *parents, leaf = path.split(".")
@@ -158,12 +158,12 @@ def _copied(
 
 
 def _written(raw: Any, error: ErrorDetails) -> Any:
-    """The value of an error as the configuration has it, in which text from the environment can be told."""
+    """Return the value of an error; text from the environment comes as `FromEnvironment`."""
     for part in error["loc"]:
         if isinstance(raw, Mapping) and part in raw:
             raw = raw[part]
         elif isinstance(raw, list) and isinstance(part, int) and part < len(raw):
-            raw = raw[part]  # other parts are pydantic's names of kinds
+            raw = raw[part]  # other parts are pydantic's union tags
     return raw if isinstance(raw, FromEnvironment) else error["input"]
 
 
@@ -202,7 +202,7 @@ def _shown(value: Any) -> str:
 
 
 def _path(loc: tuple[int | str, ...], raw: Any) -> str:
-    """Dotted key of a pydantic location, without the union tags that pydantic puts between the keys."""
+    """Return the dotted key of a pydantic location, without the union tags that pydantic puts between keys."""
     parts: list[str] = []
     node: Any = raw
     for index, entry in enumerate(loc):
@@ -221,7 +221,7 @@ def _path(loc: tuple[int | str, ...], raw: Any) -> str:
 
 
 def _concrete(pattern: str, path: str) -> str:
-    """A documented path such as `env.NAME.num_workers`, with the free name and list indices that `path` has."""
+    """Fill a documented path such as `env.NAME.num_workers` with the free name and list indices of `path`."""
     given = path.split(".")
     wanted = pattern.replace("[]", ".[]").split(".")
     filled = [given[i] if part in ("NAME", "[]") and i < len(given) else part for i, part in enumerate(wanted)]

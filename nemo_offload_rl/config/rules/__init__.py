@@ -61,7 +61,7 @@ DPO_RULES: RuleSet[DpoMasterConfig] = RuleSet(
 
 
 def check_rules[Config](cfg: Config, rules: RuleSet[Config]) -> None:
-    """Run every rule; those on what is not available hide the others, which would only follow from it.
+    """Check every rule; broken rules on unavailable features hide the others, which would only follow from them.
 
     Raises:
         ConfigError: One line with up to three broken rules.
@@ -77,5 +77,5 @@ def check_rules[Config](cfg: Config, rules: RuleSet[Config]) -> None:
 
 
 def broken[Checked](rules: Iterable[Rule[Checked]], checked: Checked) -> list[str]:
-    """The messages of the rules that are broken, in the order of the rules."""
+    """List the messages of broken rules, in the order of the rules."""
     return [message for rule in rules if (message := rule(checked)) is not None]

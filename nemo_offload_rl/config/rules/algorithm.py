@@ -1,4 +1,4 @@
-"""GRPO and distillation with their losses."""
+"""Rules of GRPO and distillation, and of their losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sets of rules, and checks that several rules share."""
+"""Sets of rules, and checks shared by several rules."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class RuleSet[Config]:
     """The rules of one kind of run.
 
     Attributes:
-        availability: Rules on what is not available, which go first and hide the others.
+        availability: Rules on unavailable features; they go first and hide the others.
         rules: Rules between keys.
-        memory: Rules on what the run takes of its machine; none for a run that trains nothing.
+        memory: Rules on the run's use of its machine; none for a run that trains nothing.
     """
 
     availability: tuple[Rule[Config], ...]
@@ -41,12 +41,12 @@ class RuleSet[Config]:
 
 
 def data_parallel_size(cfg: RunConfig) -> int:
-    """Policy workers that see different data."""
+    """Count the policy workers that see different data."""
     return cfg.cluster.world_size // cfg.policy.backend.model_parallel.ranks_per_copy
 
 
 def sources(section: DataSource | MixtureConfig | None, where: str) -> Iterator[tuple[str, DataSource]]:
-    """The data sets of `data.train` or `data.validation` with their dotted places, those of a mixture one by one."""
+    """Yield the data sets of `data.train` or `data.validation` with their dotted places; those of a mixture singly."""
     if section is None:
         return
     if isinstance(section, MixtureKeys):
@@ -57,12 +57,12 @@ def sources(section: DataSource | MixtureConfig | None, where: str) -> Iterator[
 
 
 def holds_validation_rows(train: DataSource | MixtureConfig) -> bool:
-    """Whether a part of the training data, mixtures included, is kept for validation."""
+    """Tell whether a part of the training data, mixtures included, is kept for validation."""
     return any(_kept(source)[1] > 0 for _, source in sources(train, ""))
 
 
 def _kept(source: DataSource) -> tuple[str, float]:
-    """The key that says how much of a data set is kept for validation, and its value."""
+    """Return the key that says how much of a data set is kept for validation, and its value."""
     if isinstance(source, ArithmeticConfig):
         return "holdout", source.holdout
     return "split_validation_size", source.split_validation_size

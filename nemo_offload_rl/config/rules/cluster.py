@@ -1,4 +1,4 @@
-"""Backend, devices, parallelism and batches."""
+"""Rules on backend, devices, parallelism and batches."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def longest_sequence_is_divisible(cfg: RunConfig) -> str | None:
     return None
 
 
-# These go first: what follows from them would only add noise.
+# Checked first; messages that follow from these would only add noise.
 AVAILABILITY: tuple[Rule[RunConfig], ...] = (exactly_one_backend_is_enabled,)
 RULES: tuple[Rule[RunConfig], ...] = (
     port_range_is_ascending,

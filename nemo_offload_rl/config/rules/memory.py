@@ -1,4 +1,4 @@
-"""Rules that memory suffices, by the account of a run on its machine; what is not known refuses nothing."""
+"""Rules that memory suffices, by the account of a run on its machine; unknown sizes refuse nothing."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def every_phase_has_room(account: Account) -> str | None:
     short = {use.phase: use for use in account.phases if use.left_bytes < 0}
     if not short:
         return None
-    # Lack of memory in the update, or while the engine is awake, has fixes of its own and causes that of other phases.
+    # A shortage in the update, or while the engine is awake, has its own fixes and causes those of other phases.
     first = next((phase for phase in (Phase.OPTIM_STEP, Phase.GENERATION) if phase in short), None)
     use = short[first] if first else min(short.values(), key=lambda use: use.left_bytes)
     parts = dict(use.state)
     engine = "the engine's weights" if use.phase is Phase.REFIT else "the awake engine"
-    if use.exceeds_limit:  # of the policy's own process alone
+    if use.exceeds_limit:  # the limit is for the policy's own process alone
         has = f"it has {account.cfg.policy.gpu_memory_limit_gib:.1f} within policy.gpu_memory_limit_gib"
     else:
         has = f"it has {use.gpu_bytes / _GIB:.1f}"
@@ -50,7 +50,7 @@ def every_phase_has_room(account: Account) -> str | None:
 
 def _fix_of_training(account: Account, use: PhaseUse) -> str:
     backend = account.cfg.policy.backend
-    if backend.streams_parameters:  # which is for one worker
+    if backend.streams_parameters:  # supports one worker only
         return "raise that limit" if use.exceeds_limit else "use a GPU with more memory"
     is_awake = use.engine_bytes and not use.exceeds_limit
     fix = f"set {_VLLM}.enable_sleep_mode=true, or use more GPUs" if is_awake else "use more GPUs"
@@ -118,7 +118,7 @@ def suspended_communicators_make_room_for_an_engine(account: Account) -> str | N
     shares_device = generation.colocated.enabled and generation.vllm_cfg.enable_sleep_mode
     problem = placement_problem(on_gpu=cfg.cluster.gpus_per_node > 0, shares_device=shares_device)
     if problem is not None or machine.is_planned or not machine.has_all_workers or "LD_PRELOAD" in variables:
-        return problem  # elsewhere, or with another library, each worker looks at its own
+        return problem  # each worker then checks its own library
     return nccl_problem(os.environ | variables)
 
 

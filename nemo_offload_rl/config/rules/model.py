@@ -1,4 +1,4 @@
-"""Whether the backend that is on trains the model, by its config.json. Silent for a hub's model that was never used."""
+"""Rules on the model, by its config.json; silent for a hub's model that was never used."""
 
 from __future__ import annotations
 

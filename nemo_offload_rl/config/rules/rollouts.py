@@ -1,4 +1,4 @@
-"""Sampling, engine, data and environments."""
+"""Rules on sampling, engine, data and environments."""
 
 from __future__ import annotations
 

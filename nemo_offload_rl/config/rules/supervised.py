@@ -1,4 +1,4 @@
-"""SFT and DPO."""
+"""Rules of SFT and DPO."""
 
 from __future__ import annotations
 

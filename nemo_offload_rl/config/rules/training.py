@@ -1,4 +1,4 @@
-"""Optimizers, schedules, checkpoints and loggers."""
+"""Rules on optimizers, schedules, checkpoints and loggers."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def scheduler_phases_can_step(cfg: RunConfig) -> str | None:
         if problem is not None:
             return problem
     if optimizer is None or optimizer_can_train(cfg) or scheduler_milestones_separate_the_phases(cfg):
-        return None  # told by those
+        return None  # those rules report it
     name, section = cfg.algorithm
     num_steps, key = section.max_num_steps, f"{name}.max_num_steps"
     return _refusal(lambda: try_schedule(optimizer, phases, num_steps, key))
 
 
 def _refusal(attempt: Callable[[], object]) -> str | None:
-    """The message of a `ConfigError` of `attempt`; None where it raises none."""
+    """Return the message of a `ConfigError` that `attempt` raises; None if it raises none."""
     try:
         attempt()
     except ConfigError as error:
@@ -165,7 +165,7 @@ def loggers_have_their_sections(cfg: RunConfig) -> str | None:
 
 
 def _call_problem(where: str, dotted: str, kwargs: Mapping[str, Any], base: type) -> str | None:
-    """Why the torch class, of kind `base`, cannot be called with its first argument and `kwargs`."""
+    """Return why a torch class cannot be called with its first argument and `kwargs`, or is no `base`; else None."""
     module_name, _, class_name = dotted.rpartition(".")
     if not module_name.startswith("torch.optim") and module_name != OWN_OPTIMIZERS:
         return (
