@@ -1,7 +1,7 @@
-"""Counts what a run takes of its machine, by phase and owner, from its configuration and the files of its model alone.
+"""Counts a run's memory by phase and owner, from its configuration and the files of its model alone.
 
-Counted are state, engines, and what stays on a GPU whatever leaves it. Activations and the building of a model are not:
-what does not fit by this account cannot work, and what fits may still be too tight.
+It counts state, engines, and memory that stays on a GPU when state leaves. It does not count activations and the
+building of a model: a run that does not fit by this account cannot work, and one that fits may still be too tight.
 """
 
 from __future__ import annotations
@@ -53,15 +53,16 @@ from nemo_offload_rl.utils.flops import ModelSizes, read_model_sizes
 
 _GIB = 2**30
 _FP32_BYTES = 4
-# What stays on a GPU whatever leaves it, seen on H100s and H200s (docs/measurements/large-models.md, parallelism.md).
-# Of a policy worker, contexts, code and NCCL's buffers: 0.8 GiB of DTensor and 1.3 of Megatron alone, up to 1.9 and 2.9
-# as one of two. Of an engine asleep, captured graphs too: 1.0 to 1.8, and 4.5 over two GPUs. Of the driver: 0.7 to 0.8.
+# Memory that stays on a GPU when state leaves, on H100s and H200s (docs/measurements/large-models.md, parallelism.md).
+# Contexts, code and NCCL's buffers of a single policy worker took 0.8 GiB (DTensor) and 1.3 (Megatron), and of one of
+# two up to 1.9 and 2.9. A sleeping engine, with captured graphs, took 1.0 to 1.8, and 4.5 over two GPUs. The driver
+# took 0.7 to 0.8.
 DRIVER_REST_BYTES = _GIB
 DTENSOR_REST_BYTES = {"one": _GIB, "several": 2 * _GIB}
 MEGATRON_REST_BYTES = {"one": 3 * _GIB // 2, "several": 3 * _GIB}
 ENGINE_REST_BYTES = {"one": 3 * _GIB // 2, "several": 9 * _GIB // 2}
 
-# Groups that pass through the GPU part by part: what they are parts of, and when they are used.
+# Groups that pass through the GPU part by part: the group that each is a part of, and the phases that use it.
 _WHOLE = {PARAMS_PART: PARAMS, GRADS_PART: GRADS, OPTIMIZER_PART: OPTIMIZER}
 _USED_IN = {
     PARAMS_PART: (Phase.TRAINING, Phase.OPTIM_STEP, Phase.LP_INFERENCE, Phase.REFIT),
@@ -77,12 +78,12 @@ class PhaseUse:
 
     Attributes:
         phase: The phase.
-        state: The policy's state by name; of groups that stream in parts, the embedding's part.
-        engine_bytes: The engine's.
+        state: The policy's state by name; for groups that stream in parts, the embedding's part.
+        engine_bytes: Memory of the engine.
         other_bytes: Contexts, communicators and captured graphs.
-        early_bytes: State that comes for the next phase, where there is room in this one.
+        early_bytes: State of the next phase that comes early if this one has room.
         gpu_bytes: Memory of the GPU.
-        limit_bytes: What the policy's own process may take of it (`policy.gpu_memory_limit_gib`); None for all.
+        limit_bytes: Limit of the policy's own process (`policy.gpu_memory_limit_gib`); None for the whole GPU.
     """
 
     phase: Phase
@@ -95,33 +96,33 @@ class PhaseUse:
 
     @property
     def state_bytes(self) -> int:
-        """All of the policy's state."""
+        """Bytes of all of the policy's state."""
         return sum(self.state.values())
 
     @property
     def total_bytes(self) -> int:
-        """Of all owners, without what comes early."""
+        """Bytes of all owners, without state that comes early."""
         return self.state_bytes + self.engine_bytes + self.other_bytes
 
     @property
     def left_bytes(self) -> int:
-        """Bytes that the GPU and the limit leave for passes; negative where it is too little."""
+        """Bytes that the GPU and the limit leave for passes; negative if memory is short."""
         left_bytes = self.gpu_bytes - self.total_bytes
         return left_bytes if self.limit_bytes is None else min(left_bytes, self.limit_bytes - self.state_bytes)
 
     @property
     def exceeds_limit(self) -> bool:
-        """Whether the policy's state alone is above the limit."""
+        """Tell whether the policy's state alone is above the limit."""
         return self.limit_bytes is not None and self.state_bytes > self.limit_bytes
 
 
 class Account:
-    """Memory that a run takes of a machine. Where the size of its model is not known, nothing is.
+    """Memory that a run takes of a machine; empty if the size of its model is unknown.
 
     Args:
         cfg: The keys of a run that trains.
-        machine: Where its workers run.
-        num_parameters: Of the policy's model; None reads them from its folder.
+        machine: Machine of the workers.
+        num_parameters: Parameters of the policy's model; None reads their number from its folder.
     """
 
     def __init__(self, cfg: RunConfig, machine: Machine, num_parameters: int | None = None) -> None:
@@ -136,12 +137,12 @@ class Account:
 
     @property
     def gpu_bytes(self) -> int | None:
-        """Memory of the smallest GPU; None where the policy uses none, or nothing is known of it."""
+        """Memory of the smallest GPU; None if the policy uses no GPU or it is unknown."""
         return self.machine.gpu_bytes if self.cfg.cluster.gpus_per_node else None
 
     @cached_property
     def groups(self) -> Mapping[str, int]:
-        """Bytes of one worker's state groups; empty where the model is not known."""
+        """Bytes of one worker's state groups; empty if the model is unknown."""
         if self.num_parameters is None:
             return {}
         return least_group_bytes(self.cfg, self.num_parameters, self._num_in_experts)
@@ -150,7 +151,7 @@ class Account:
 
     @cached_property
     def need(self) -> HostNeed:
-        """The least that one worker takes of the host; loading and activations of Megatron are not counted."""
+        """Least host memory of one worker; loading and Megatron's activations are not counted."""
         cfg, settings = self.cfg, self._settings()
         return host_need(
             settings,
@@ -173,7 +174,7 @@ class Account:
     def _expected(self, settings: PolicySettings) -> ExpectedBytes:
         groups, backend = self.groups, settings.backend
         has_adapters = not groups[GRADS]
-        # What follows from the number of adapters is small.
+        # The adapters' own state is small and not counted.
         sizes = {BASE: groups[PARAMS], PARAMS: 0} if has_adapters else {PARAMS: groups[PARAMS]}
         if backend.streams_parameters:
             sizes = {PARAMS: 0, PARAMS_PART: groups[PARAMS], GRADS_PART: groups[GRADS]}
@@ -197,14 +198,14 @@ class Account:
 
     @property
     def keeps_reference(self) -> bool:
-        """Whether workers keep a copy of the initial parameters."""
+        """Tell whether workers keep a copy of the initial parameters."""
         if isinstance(self.cfg, GrpoMasterConfig):
             return self.cfg.loss_fn.reference_policy_kl_penalty != 0
         return isinstance(self.cfg, DpoMasterConfig) and not self.cfg.dpo.precompute_reference_logprobs
 
     @cached_property
     def teacher_bytes(self) -> int | None:
-        """Of one worker's part of the teacher; None without one, and where its size is not known."""
+        """Bytes of one worker's part of the teacher; None without a teacher or if its size is unknown."""
         cfg = self.cfg
         if not isinstance(cfg, DistillationMasterConfig) or (sizes := model_sizes(cfg.teacher.model_name)) is None:
             return None
@@ -218,7 +219,7 @@ class Account:
 
     @property
     def engine_weight_bytes(self) -> int:
-        """Weights of an engine on each device of the policy; 0 where there is none."""
+        """Bytes of an engine's weights on each device of the policy; 0 without an engine there."""
         cfg = self.cfg
         if not isinstance(cfg, WITH_ROLLOUTS) or not cfg.policy.generation.colocated.enabled:
             return 0
@@ -226,20 +227,20 @@ class Account:
         return (self.num_parameters or 0) * COMPUTE_DTYPES[vllm.precision].itemsize // vllm.tensor_parallel_size
 
     def _engine_bytes(self, gpu_bytes: int) -> Mapping[Phase, int]:
-        """Of an engine that shares the policy's GPUs, by phase; empty without one."""
+        """Bytes of an engine that shares the policy's GPUs, by phase; empty without one."""
         cfg, weights_bytes = self.cfg, self.engine_weight_bytes
         if not isinstance(cfg, WITH_ROLLOUTS) or not weights_bytes:
             return {}
         vllm = cfg.policy.generation.vllm_cfg
         awake_bytes = int(vllm.gpu_memory_utilization * gpu_bytes)
-        if vllm.kv_cache_memory_gib is not None:  # which the share does not bound
+        if vllm.kv_cache_memory_gib is not None:  # not bounded by the share
             awake_bytes = weights_bytes + int(vllm.kv_cache_memory_gib * _GIB)
         if not vllm.enable_sleep_mode:
             return dict.fromkeys(Phase, awake_bytes)
         return {Phase.REFIT: weights_bytes, Phase.GENERATION: awake_bytes}
 
     def _rest_bytes(self, phase: Phase) -> int:
-        """Contexts, communicators and captured graphs. Those of an engine that is awake are in its share."""
+        """Bytes of contexts, communicators and captured graphs; an awake engine has them in its share."""
         cfg = self.cfg
         of_policy = MEGATRON_REST_BYTES if isinstance(cfg.policy.backend, MegatronConfig) else DTENSOR_REST_BYTES
         num_bytes = DRIVER_REST_BYTES + of_policy["several" if cfg.cluster.world_size > 1 else "one"]
@@ -252,7 +253,7 @@ class Account:
 
     @cached_property
     def phases(self) -> tuple[PhaseUse, ...]:
-        """Bytes that a GPU of policy workers holds in each phase; empty where the GPU or the model is not known."""
+        """Use of a policy workers' GPU in each phase; empty if the GPU or the model is unknown."""
         gpu_bytes, limit_gib = self.gpu_bytes, self.cfg.policy.gpu_memory_limit_gib
         if gpu_bytes is None or not self.groups:
             return ()
@@ -278,7 +279,7 @@ class Account:
         return frozenset(rows & self.plan.sizes.keys())
 
     def _state_in(self, phase: Phase) -> dict[str, int]:
-        """Most bytes of the policy's state in a phase, by name."""
+        """Peak bytes of the policy's state in a phase, by name."""
         plan, in_parts, largest = self.plan, self.rows_in_parts, self._largest_part
         sizes = {GRADS: 0 if GRADS_PART in plan.sizes else self.groups[GRADS], **plan.sizes}
         state: dict[str, int] = {}
@@ -297,10 +298,10 @@ class Account:
 
     @cached_property
     def _largest_part(self) -> dict[str, int]:
-        """Bytes of one worker's groups that belong to the embedding, which no part that streams divides.
+        """Bytes of one worker's groups that belong to the embedding, which streaming does not divide.
 
-        Zeros where less than everything streams, so that the embedding may be in the rest, and where the model's sizes
-        are not known.
+        Zeros if not everything streams, because the embedding may then be in the rest, and if the model's sizes are
+        unknown.
         """
         groups, count = self.groups, self.num_parameters
         elements = (self._shape.vocab_size or 0) * (self._shape.hidden_size or 0)
@@ -310,15 +311,15 @@ class Account:
         return {name: whole[name] * min(elements, count) // count for name in (PARAMS, GRADS, OPTIMIZER)}
 
     def _early_bytes(self, phase: Phase) -> int:
-        """Bytes of snapshots that come next to their groups, and of groups of the phase that follows."""
+        """Bytes of state that comes early: snapshots, and groups of the phase that follows."""
         if not self.cfg.policy.residency_overlap:
             return 0
         plan, sizes, spec = self.plan.plan, self.plan.sizes, PHASES[phase]
-        # Parts of a reference come one by one.
+        # A streamed reference comes part by part and is not counted.
         names = {REFERENCE} if spec.prefetches_snapshots and PARAMS_PART not in sizes else set()
         following = Phase.OPTIM_STEP if phase is Phase.TRAINING else spec.prefetches_for
         if following is not None:
-            # Groups that a phase leaves as they were may come. Parts come for the step alone, in passes before it.
+            # Groups that this phase leaves in place may come early. Parts come early only in passes before the step.
             names |= {
                 name
                 for name in sizes
@@ -331,20 +332,20 @@ class Account:
 
 
 def model_sizes(model_name: str) -> ModelSizes | None:
-    """Sizes of a model in a local folder, or in the hub's cache with its weights; None for any other."""
+    """Read a model's sizes from a local folder, or from the hub's cache with its weights; None for any other."""
     return read_model_sizes(str(local_folder(model_name) or model_name))
 
 
 def least_group_bytes(cfg: PolicyRun, num_parameters: int, num_in_experts: int | None) -> dict[str, int]:
     """Bytes of one worker's `params`, `grads`, `optimizer` and `optimizer/part`, if parallel ranks share evenly.
 
-    That is the least that the fullest rank holds. With adapters the frozen model has neither gradients nor optimizer
-    states, and those of the adapters are small.
+    The fullest rank holds at least this. With adapters the frozen model has neither gradients nor optimizer states, and
+    those of the adapters are small.
 
     Args:
         cfg: The run.
-        num_parameters: Of the model.
-        num_in_experts: Those of them that belong to experts; None if not known: all, with expert parallelism.
+        num_parameters: Parameters of the model.
+        num_in_experts: Parameters of its experts; None, if unknown, divides all over expert-parallel ranks.
     """
     backend = cfg.policy.backend
     if isinstance(backend, MegatronConfig):
@@ -356,13 +357,13 @@ def least_group_bytes(cfg: PolicyRun, num_parameters: int, num_in_experts: int |
 
 
 def _on_dtensor(cfg: PolicyRun, num_parameters: int) -> dict[str, int]:
-    """Everything in float32, in as many shards as there are workers."""
+    """Count everything in float32, in as many shards as there are workers."""
     policy = cfg.policy
     params_bytes = _FP32_BYTES * num_parameters // cfg.cluster.world_size
     trained_bytes = 0 if policy.dtensor_cfg.lora_cfg.enabled else params_bytes
     optimizer_bytes = 0
     if policy.optimizer is not None:
-        with suppress(ConfigError):  # of an optimizer that another rule refuses
+        with suppress(ConfigError):  # another rule refuses this optimizer
             spec = torch_optim.optimizer_spec(policy.optimizer, on_gpu=cfg.cluster.gpus_per_node > 0)
             optimizer_bytes = spec.bytes_per_element(torch.float32) * (trained_bytes // _FP32_BYTES)
     return {PARAMS: params_bytes, GRADS: trained_bytes, OPTIMIZER: optimizer_bytes}
@@ -371,7 +372,7 @@ def _on_dtensor(cfg: PolicyRun, num_parameters: int) -> dict[str, int]:
 def _on_megatron(
     cfg: PolicyRun, megatron: MegatronConfig, num_parameters: int, num_in_experts: int | None
 ) -> dict[str, int]:
-    """Parameters over tensor-, pipeline- and expert-parallel ranks, a distributed optimizer over all."""
+    """Divide parameters over tensor-, pipeline- and expert-parallel ranks, and a distributed optimizer over all."""
     optimizer = megatron.optimizer
     stages, tensor = megatron.pipeline_model_parallel_size, megatron.tensor_model_parallel_size
     expert_ranks = megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size

@@ -1,6 +1,6 @@
-"""Host memory of a worker and of the processes next to it: counted, compared with limits, refused with advice.
+"""Counts host memory of a worker and the processes next to it, compares it with limits, and refuses with advice.
 
-Advice names a change of settings only after the plan was resolved again with it and fits.
+Advice names a change of settings only if the plan, resolved again with it, fits.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from nemo_offload_rl.residency import (
 )
 
 _GIB = 2**30
-# CUDA contexts and communication buffers of both processes, fragmentation.
+# For CUDA contexts and communication buffers of both processes, and fragmentation.
 SHARED_RESERVE_BYTES = 6 * _GIB
-# Names in messages of what is no state group, but on the same host.
+# Names in messages for host memory other than state groups.
 ACTIVATIONS, LOADING, DEVICE_STATE = "offloaded activations", "loading", "state in use"
 PROCESS, ENGINE = "process", "engine"
-# What a worker's process still grows by after its backend's libraries are imported: communicators, kernels, staging.
+# Growth of a worker's process after its backend's libraries are imported: communicators, kernels, staging.
 GROWTH_BYTES = _GIB // 2
 # Main memory of whole processes, libraries and CUDA context included, without any state: measured by
 # benchmarks/large_model.py (docs/measurements/large-models.md). Engine processes took 1.5 to 1.9 GiB
@@ -54,16 +54,16 @@ POLICY_PROCESS_BYTES = {"cuda": 3 * _GIB, "cpu": _GIB // 2}
 ENGINE_PROCESS_BYTES = {"cuda": 2 * _GIB, "cpu": 3 * _GIB // 4}
 ENGINE_OF_SEVERAL_BYTES = 14 * _GIB // 5
 DRIVER_BYTES = {"cuda": 27 * _GIB // 10, "cpu": _GIB}
-_ADAMW_ARGUMENTS = {"lr", "betas", "eps", "weight_decay", "fused"}  # of torch's and of ours
+_ADAMW_ARGUMENTS = {"lr", "betas", "eps", "weight_decay", "fused"}  # of torch's AdamW and of ours
 
 
 @dataclass(frozen=True)
 class HostPlan:
-    """A resolved plan and what it takes.
+    """A resolved plan and its memory.
 
     Attributes:
         plan: The table.
-        sizes: Bytes of each row of it.
+        sizes: Bytes of each row of the table.
         arena: Bytes of each row that the host holds.
     """
 
@@ -79,12 +79,11 @@ class HostNeed:
     Attributes:
         settings: The policy's settings.
         sizes: Bytes of the state groups by row of the plan.
-        reference_bytes: What a frozen reference takes; 0 without one.
+        reference_bytes: Bytes of a frozen reference; 0 without one.
         device_bytes: Memory of the worker's device.
-        other: Bytes by name of what is no offloaded state, offloaded activations aside.
-        activation_bytes: What offloaded activations can take.
-        reference_is_cast: The reference is kept in a narrower type than the parameters have, so the two cannot change
-            places.
+        other: Bytes by name of everything but offloaded state and offloaded activations.
+        activation_bytes: Most bytes of offloaded activations.
+        reference_is_cast: The reference has a narrower type than the parameters, so the two cannot swap places.
     """
 
     settings: PolicySettings
@@ -96,7 +95,7 @@ class HostNeed:
     reference_is_cast: bool = False
 
     def resolve(self) -> HostPlan:
-        """The plan of these settings."""
+        """Resolve the plan of these settings."""
         settings, sizes = self.settings, dict(self.sizes)
         resident = resident_groups(settings, sizes, self.device_bytes)
         plan = resolve_plan(replace(_plain_plan(settings, sizes), resident_groups=resident))
@@ -104,17 +103,17 @@ class HostNeed:
         if self.reference_bytes:
             sizes[REFERENCE] = held[REFERENCE] = self.reference_bytes
             if self.reference_is_cast:
-                # Swapped in without room next to them, it pushes the policy's own parameters to the host.
+                # Without room for both on the device, swapping it in pushes the policy's parameters to the host.
                 held[PARAMS] = sizes[PARAMS]
         return HostPlan(plan, sizes, held)
 
     def state_parts(self) -> dict[str, int]:
-        """Bytes by name of offloaded state and activations: what `policy.host_memory_budget_gib` bounds."""
+        """Return bytes by name of offloaded state and activations, which `policy.host_memory_budget_gib` bounds."""
         activations = {ACTIVATIONS: self.activation_bytes} if self.activation_bytes else {}
         return {**self.resolve().arena, **activations}
 
     def parts(self) -> dict[str, int]:
-        """The same with everything else that this worker is still to take."""
+        """Return bytes by name of offloaded state, activations and everything else that this worker will take."""
         return {**self.state_parts(), **self.other}
 
 
@@ -128,16 +127,16 @@ def host_need(
     loaded: Collection[str] = (),
     engine_weight_bytes: int | None = None,
 ) -> HostNeed:
-    """Count what a worker is still to take of its host's memory.
+    """Count the host memory that a worker will still take.
 
     Args:
         settings: The policy's settings.
         expected: Bytes of its state by row of the plan, of a reference if one is kept, of loading and activations.
         on_cpu: State in use and an engine take main memory as well.
         device_bytes: Memory of the worker's device.
-        num_workers: Workers of the host, where processes are still to start; None in a worker that runs.
+        num_workers: Workers of the host, if their processes have not started; None in a running worker.
         loaded: Rows whose state is in memory already.
-        engine_weight_bytes: Of an engine on the CPU; None for as many as the worker's own.
+        engine_weight_bytes: Weights of an engine on the CPU; None for the size of the worker's own.
     """
     sizes = expected.state
     if num_workers is None:
@@ -164,13 +163,14 @@ def host_need(
 
 
 def claim_host_memory(need: HostNeed) -> int:
-    """Check what the workers of each host need, before any of them takes it; a collective of all workers.
+    """Check that each host has the memory that its workers need, before they take it; a collective of all workers.
 
     Returns:
-        What this worker's arenas may take, in bytes: what is planned, and its part of what is left over.
+        Bytes that this worker's arenas may take: the planned ones, and its part of the rest.
 
     Raises:
-        ConfigError: It does not fit; with the numbers and the smallest change that does. All workers raise.
+        ConfigError: The need does not fit; the message has the numbers and the smallest sufficient change. All workers
+            raise.
     """
     if need.settings.host_memory_budget_gib is not None:
         return _within_budget(need, need.settings.host_memory_budget_gib)
@@ -178,18 +178,18 @@ def claim_host_memory(need: HostNeed) -> int:
 
 
 def foresee_host_memory(need: HostNeed, num_workers: int, device_type: str, machine: Machine) -> None:
-    """Check the same before anything has started, for workers that all run on one machine.
+    """Check before anything starts that one machine has the host memory that all workers need.
 
-    A budget takes the place of the limits of the present machine.
+    A budget replaces the limits of the present machine.
 
     Args:
-        need: Of each of the workers, with the processes that are to start.
-        num_workers: How many there will be.
+        need: Need of each worker, with the processes that are to start.
+        num_workers: Number of workers.
         device_type: `cuda` or `cpu`.
-        machine: Where they will run.
+        machine: Machine of the workers.
 
     Raises:
-        ConfigError: They will not fit.
+        ConfigError: The workers will not fit.
     """
     if need.settings.host_memory_budget_gib is not None:
         _within_budget(need, need.settings.host_memory_budget_gib)
@@ -224,16 +224,16 @@ def _host_refusal(need: HostNeed, parts: Mapping[str, int], left: str, left_byte
 def refusal(
     subject: str, parts: Mapping[str, int], where: str, has: str, fix: str, *, note: str = "", digits: int = 1
 ) -> str:
-    """Compose the one line on memory that is not enough.
+    """Compose a one-line message on insufficient memory.
 
     Args:
-        subject: Who needs it.
-        parts: Bytes by name, which add up to what is needed.
-        where: In which memory.
-        has: What there is.
-        fix: What to change.
-        note: What is not counted.
-        digits: Of numbers in GiB, behind the point.
+        subject: Owner of the need.
+        parts: Bytes by name, which add up to the need.
+        where: Kind of memory.
+        has: Available memory.
+        fix: Change to make.
+        note: Part that is not counted.
+        digits: Decimals of numbers in GiB.
     """
     needed_gib = sum(parts.values()) / _GIB
     shown = ", ".join(f"{name} {size / _GIB:.{digits}f}" for name, size in parts.items() if size)
@@ -242,7 +242,7 @@ def refusal(
 
 @dataclass(frozen=True)
 class Change:
-    """An override and what it does to a need; of as many changes those of the lowest rank come first."""
+    """An override and its effect on a need; among equally many changes, lower ranks are preferred."""
 
     override: str
     apply: Callable[[HostNeed], HostNeed]
@@ -250,12 +250,12 @@ class Change:
 
 
 def advice(need: HostNeed, needed_bytes: int, budget_bytes: int) -> str:
-    """The fewest changes with which the need fits, and of those the smallest; what to do where none is enough."""
+    """Name the fewest changes with which the need fits, and of those the smallest; other advice if none suffice."""
     room_gib = int((budget_bytes - needed_bytes + need.activation_bytes) / _GIB * 100) / 100
     if need.activation_bytes and room_gib > 0:
         section = need.settings.backend.section
         return f"lower policy.{section}.activation_offload_host_limit_gib to {room_gib}, or raise the limit"
-    # The rest was counted on the rank that is short, and is not offloaded state.
+    # Everything but offloaded state, as counted on the rank that is short.
     other_bytes = needed_bytes - sum(need.state_parts().values())
     best: tuple[int, int, int, str] | None = None
     changes = _changes(need)
@@ -268,7 +268,7 @@ def advice(need: HostNeed, needed_bytes: int, budget_bytes: int) -> str:
         found = (-len(chosen), -rank, rest, " ".join(change.override for change in chosen))
         if rest <= budget_bytes and (best is None or found[:3] > best[:3]):
             best = found
-    if best is None and need.settings.backend.streams_parameters:  # which is for one worker
+    if best is None and need.settings.backend.streams_parameters:  # supports one worker only
         return "no setting makes it fit: raise the limit, or share the state among several GPUs without cpu_offload"
     if best is None:
         return "no setting makes it fit: raise the limit, or use more hosts with fewer workers each"
@@ -276,7 +276,7 @@ def advice(need: HostNeed, needed_bytes: int, budget_bytes: int) -> str:
 
 
 def _changes(need: HostNeed) -> list[Change]:
-    """Overrides that can lessen what the host holds; which of them do is found by trying."""
+    """List overrides that may reduce host memory; `advice` tries which of them do."""
     settings, changes = need.settings, []
     if need.activation_bytes:
         changes.append(
@@ -290,7 +290,7 @@ def _changes(need: HostNeed) -> list[Change]:
         changes.append(Change(key, lambda need: _with_settings(need, offload_optimizer_states_for_logprob=False)))
     if settings.colocated:
         changes += [_kept(name) for name in (OPTIMIZER, PARAMS) if settings.residency_overrides.get(name) != "device"]
-    # The numbers of a run become others.
+    # The following change a run's results.
     has_engine = settings.colocated or settings.engine_memory_share > 0
     if need.reference_bytes:
         key = "loss_fn.reference_policy_kl_penalty=0" if has_engine else "dpo.precompute_reference_logprobs=true"
@@ -308,7 +308,7 @@ def _kept(name: str) -> Change:
 
 
 def _narrow_moments(settings: PolicySettings) -> Change | None:
-    """Adam with moments of 16 bits, where those of 32 can become so by their keys alone."""
+    """Return the change to 16-bit moments of Adam; None if keys alone cannot make it."""
     backend, adam = settings.backend, settings.optimizer
     if isinstance(backend, MegatronConfig):
         wide = backend.optimizer
@@ -345,7 +345,7 @@ def _without_streaming(need: HostNeed) -> HostNeed:
 
 
 def _plain_plan(settings: PolicySettings, sizes_bytes: Mapping[str, int]) -> ResidencySettings:
-    """The settings of the plan, without the groups that may stay on the device."""
+    """Make the settings of the plan, without the groups that may stay on the device."""
     return ResidencySettings(
         colocated=settings.colocated,
         use_pinned_optimizer_offload=settings.use_pinned_optimizer_offload,
@@ -361,12 +361,12 @@ def _plain_plan(settings: PolicySettings, sizes_bytes: Mapping[str, int]) -> Res
 
 
 def resident_groups(settings: PolicySettings, sizes_bytes: Mapping[str, int], device_bytes: int) -> frozenset[str]:
-    """Groups that stay on the device while the engine generates: those told to, and with `auto` those that fit.
+    """Choose groups that stay on the device while the engine generates: by override, and with `auto` if they fit.
 
     Args:
         settings: `residency`, `residency_overrides`, the engine's share of the device and the policy's limit.
         sizes_bytes: The groups' sizes by row of the plan.
-        device_bytes: Memory of the device that is shared.
+        device_bytes: Memory of the shared device.
     """
     overrides = settings.residency_overrides
     kept = {name for name, place in overrides.items() if place == "device"}
@@ -374,7 +374,7 @@ def resident_groups(settings: PolicySettings, sizes_bytes: Mapping[str, int], de
         kept.add(BASE)
     if settings.residency == "auto":
         plain = _plain_plan(settings, sizes_bytes)
-        # A row that leaves all the same, such as streamed parts of the optimizer, is given no room.
+        # A row that leaves in any case, such as streamed parts of the optimizer, gets no room.
         all_kept = resolve_plan(replace(plain, resident_groups=frozenset(sizes_bytes)))
         stays = {
             name: size
@@ -389,9 +389,9 @@ def resident_groups(settings: PolicySettings, sizes_bytes: Mapping[str, int], de
 
 
 def beside_engine_bytes(settings: PolicySettings, device_bytes: int) -> int:
-    """Bytes of a device of `device_bytes` that a worker's tensors may take while the engine is awake; at least 0."""
+    """Count the device's bytes that a worker's tensors may take while the engine is awake; at least 0."""
     engine_bytes = int(settings.engine_memory_share * device_bytes)
-    # The share does not bound a cache of a fixed size.
+    # The share does not include a cache of a fixed size.
     engine_bytes += int((settings.engine_kv_cache_gib or 0.0) * _GIB)
     room = device_bytes - engine_bytes
     if settings.gpu_memory_limit_gib is not None:
@@ -400,11 +400,11 @@ def beside_engine_bytes(settings: PolicySettings, device_bytes: int) -> int:
 
 
 def gpu_limit_problem(limit_gib: float | None, gpu_bytes: int | None, *, on_cpu: bool) -> str | None:
-    """One line on a `policy.gpu_memory_limit_gib` that is above the GPU's memory, or without one; None if it is right.
+    """Return one line if `policy.gpu_memory_limit_gib` is above the GPU's memory or there is no GPU; else None.
 
     Args:
         limit_gib: The limit; None for none.
-        gpu_bytes: Memory of the GPU; None where it is not known.
+        gpu_bytes: Memory of the GPU; None if unknown.
         on_cpu: The policy trains on a CPU.
     """
     if limit_gib is None:
@@ -418,12 +418,12 @@ def gpu_limit_problem(limit_gib: float | None, gpu_bytes: int | None, *, on_cpu:
 
 
 def render_host_plan(need: HostNeed, device_type: str, num_workers: int) -> str:
-    """One line: what all processes of a host take of its memory once a run is under way, by owner, in GiB.
+    """Render one line: host memory of all processes during a run, by owner, in GiB.
 
     Args:
-        need: Of one of its workers.
+        need: Need of one worker.
         device_type: `cuda` or `cpu`.
-        num_workers: Workers of the host; as many engine processes, where engines share their devices.
+        num_workers: Workers of the host; there are as many engine processes if engines share their devices.
     """
     owners = host_bytes_by_owner(need, device_type, num_workers)
     state = ", ".join(f"{name} {size / _GIB:.2f}" for name, size in need.state_parts().items() if size)
@@ -433,7 +433,7 @@ def render_host_plan(need: HostNeed, device_type: str, num_workers: int) -> str:
 
 
 def process_bytes(settings: PolicySettings, device_type: str, num_workers: int) -> dict[str, int]:
-    """Main memory of one of the workers of a host and of the engine process that shares its device, without state."""
+    """Main memory, without state, of one worker and of the engine process that shares its device."""
     parts = {PROCESS: POLICY_PROCESS_BYTES[device_type]}
     if settings.engine_memory_share == 0 or not settings.colocated:
         return parts
@@ -442,7 +442,7 @@ def process_bytes(settings: PolicySettings, device_type: str, num_workers: int) 
 
 
 def host_bytes_by_owner(need: HostNeed, device_type: str, num_workers: int) -> dict[str, int]:
-    """Main memory by owner once a run is under way: `policy`, `engine` where one shares the devices, `driver`."""
+    """Main memory during a run by owner: `policy`, `engine` (if it shares the devices), `driver`."""
     in_use, processes = need.other.get(DEVICE_STATE, 0), process_bytes(need.settings, device_type, num_workers)
     worker_bytes = processes[PROCESS] + sum(need.state_parts().values()) + in_use
     owners = {"policy": num_workers * worker_bytes}

@@ -1,4 +1,4 @@
-"""The machine that a run is counted for: the one that it starts on, or one that is planned."""
+"""Machine for which a run's memory is counted: the present one or a planned one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Machine:
     Attributes:
         gpu_bytes: Memory of its smallest GPU; None without one.
         planned_host_bytes: Main memory that a run may take of a planned machine; None for the present one.
-        has_all_workers: Every worker of the run is on it. Otherwise each worker checks its own host.
+        has_all_workers: Every worker of the run is on this machine. Otherwise each worker checks its own host.
     """
 
     gpu_bytes: int | None
@@ -34,16 +34,16 @@ class Machine:
 
     @property
     def is_planned(self) -> bool:
-        """Whether it is another machine than this one."""
+        """Tell whether this machine is a planned one, not the present one."""
         return self.planned_host_bytes is not None
 
     def host_limits(self, driver_bytes: int) -> Sequence[HostLimit]:
-        """Limits of main memory for workers and engines, after a driver of `driver_bytes` has its part."""
+        """Limits of main memory for workers and engines, less the `driver_bytes` that the driver will take."""
         if self.planned_host_bytes is not None:
             limits = (HostLimit("planned", "the machine", self.planned_host_bytes, self.planned_host_bytes),)
         else:
             limits = [limit for limit in host_limits(as_started_here()) if not limit.name.startswith("RLIMIT")]
-            driver_bytes = max(0, driver_bytes - resident_bytes())  # the rest is taken already
+            driver_bytes = max(0, driver_bytes - resident_bytes())  # the driver holds these already
         return [
             HostLimit(limit.scope, limit.name, max(0, limit.left_bytes - driver_bytes), limit.whole_bytes)
             for limit in limits

@@ -18,33 +18,32 @@ from nemo_offload_rl.residency import HostLimit, memory_total_bytes, oom_kills, 
 THRESHOLD = "RAY_memory_usage_threshold"
 _REFRESH = "RAY_memory_monitor_refresh_ms"
 _DEFAULT_THRESHOLD = 0.95
-# What a Ray that starts here leaves free, where that is less than its default.
+# Memory that a Ray started here leaves free, if that is less than its default.
 _FREE_BYTES = 3 * 2**30
 _MACHINE = "MemAvailable"
-# The files of a container's limit that the monitor reads, of either version of cgroups.
+# Files with a container's limit that the monitor reads, for both versions of cgroups.
 _CONTAINER = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _KILLED = re.compile(r"Memory usage (\d+)B exceeded threshold of (\d+)B \((\S+)% of (\d+)B limit\)")
 
 
 def as_started_here(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment of a Ray that starts on this machine: only 3 GiB have to stay free, if that is less than 5 %.
+    """Return the environment of a Ray started on this machine: the smaller of 3 GiB and 5 % must stay free.
 
-    A run knows what it will take before it starts, and 5 % of a host of 1 TiB are 51 GiB. A threshold that is set
-    already stays.
+    A run knows its need before it starts, and 5 % of a host of 1 TiB are 51 GiB. A threshold that is already set stays.
     """
     return {THRESHOLD: f"{share_in_use(memory_total_bytes()):.4f}", **environment}
 
 
 def share_in_use(total_bytes: int) -> float:
-    """The share of a host's memory that may be in use where a run starts Ray."""
+    """Share of a host's memory that may be in use if a run starts Ray there."""
     return max(_DEFAULT_THRESHOLD, 1 - _FREE_BYTES / total_bytes)
 
 
 def host_limits(environment: Mapping[str, str] = os.environ) -> tuple[HostLimit, ...]:
-    """`read_host_limits`, with what Ray's monitor leaves.
+    """Read the host's limits, lowered to what Ray's monitor allows.
 
     Args:
-        environment: Of Ray's daemon on this host; its workers inherit it.
+        environment: Environment of Ray's daemon on this host; its workers inherit it.
     """
     if environment.get(_REFRESH, "").strip() == "0":
         return read_host_limits()
@@ -56,11 +55,11 @@ def host_limits(environment: Mapping[str, str] = os.environ) -> tuple[HostLimit,
 
 
 def watched(limits: Sequence[HostLimit], threshold: float) -> tuple[HostLimit, ...]:
-    """Lower the limit that the monitor watches, of the machine or of a smaller container, to where it kills.
+    """Lower the limit that the monitor watches (the machine's, or a smaller container's) to where it kills.
 
     Args:
-        limits: Of a process.
-        threshold: Share of the whole that may be in use.
+        limits: Limits of a process.
+        threshold: Share of the whole memory that may be in use.
     """
     candidates = [limit for limit in limits if limit.name == _MACHINE or limit.name in _CONTAINER]
     if not candidates:
@@ -73,7 +72,7 @@ def watched(limits: Sequence[HostLimit], threshold: float) -> tuple[HostLimit, .
 
 
 def killed_by_monitor(text: str) -> str | None:
-    """Ray's report on a worker that the monitor killed, as one line; None for any other text."""
+    """Shorten Ray's report on a worker that the monitor killed to one line; None for any other text."""
     found = _KILLED.search(text)
     if found is None:
         return None
@@ -87,12 +86,12 @@ def killed_by_monitor(text: str) -> str | None:
 
 @functools.cache
 def oom_kills_at_first() -> Mapping[str, int]:
-    """The kernel's counters as they were at the first call; to be made before workers start."""
+    """Return the kernel's counters at the time of the first call, which must be made before workers start."""
     return oom_kills()
 
 
 def killed_by_kernel() -> str | None:
-    """One line if the kernel has killed processes since `oom_kills_at_first`; None if not, or on another host."""
+    """One line if the kernel has killed processes since `oom_kills_at_first`; None if not or on another host."""
     before = oom_kills_at_first()
     for folder, count in oom_kills().items():
         if (num_killed := count - before.get(folder, 0)) > 0:
