@@ -1,7 +1,7 @@
-"""Whether a run fits a machine, found out on any other: `python -m nemo_offload_rl.fit --help`.
+"""Estimates on any machine whether a run fits another one: `python -m nemo_offload_rl.fit --help`.
 
-The plan and the checks are those of a real start, for GPUs and main memory of the sizes that are given. Activations are
-not counted, nor what a GPU needs while a model is built.
+The plan and the checks are those of a real start, for GPUs and main memory of given sizes. Activations and the memory
+to build a model are not counted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from nemo_offload_rl.memory.account import Account, PhaseUse
 
 _GIB = 2**30
-_FEWEST_PARAMETERS = 10_000  # of any model that is worth a plan
+_FEWEST_PARAMETERS = 10_000  # smaller models are not worth a plan
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class Fit:
     """Memory that a run takes of a machine.
 
     Attributes:
-        account: Of the run on the machine.
-        phases: Of one GPU.
+        account: Account of the run on the machine.
+        phases: Use of one GPU in each phase.
         owners: Main memory by owner, in bytes, of all processes of a host.
         streamed: Rows of the plan whose groups are on the GPU part by part only.
-        omits_teacher: A teacher's size is not known.
-        host_line: What the host holds, as text.
-        problems: Why it does not fit, and what to change; empty where it does.
+        omits_teacher: A teacher's size is unknown.
+        host_line: Host memory, as text.
+        problems: Reasons why the run does not fit, with changes to make; empty if it fits.
     """
 
     account: Account
@@ -46,7 +46,7 @@ class Fit:
     problems: tuple[str, ...]
 
     def render(self) -> str:
-        """As text."""
+        """Render the plan, the memory and the problems as text."""
         plan, machine = self.account.plan, self.account.machine
         assert self.account.num_parameters and machine.gpu_bytes and machine.planned_host_bytes
         lines = [
@@ -78,12 +78,12 @@ def plan_fit(
     Args:
         path: The configuration of a run that trains.
         overrides: Hydra overrides.
-        gpu_gib: Memory of a GPU, as its driver says.
-        host_gib: Main memory of the host, of which a Ray that a run starts leaves 3 GiB free.
-        num_parameters: Of the model; None reads the folder `policy.model_name`.
+        gpu_gib: Memory of a GPU, as the CUDA driver reports it.
+        host_gib: Main memory of the host; a Ray started by the run leaves 3 GiB of it free.
+        num_parameters: Parameters of the model; None reads the folder `policy.model_name`.
 
     Raises:
-        ConfigError: The configuration is wrong whatever the machine, or nothing is known of the model.
+        ConfigError: The configuration is wrong on any machine, or the model's size is unknown.
     """
     from nemo_offload_rl.config.rules import broken
     from nemo_offload_rl.config.validate import join_problems
@@ -127,7 +127,7 @@ def _positive(text: str) -> float:
 
 
 def _parameters(text: str) -> int:
-    """`14.8e9` and `14.8B` are the same."""
+    """Parse a number of parameters; `14.8e9` and `14.8B` are the same."""
     billions = text.upper().endswith("B")
     count = int(_positive(text[:-1] if billions else text) * (1e9 if billions else 1))
     if count < _FEWEST_PARAMETERS:
@@ -136,7 +136,7 @@ def _parameters(text: str) -> int:
 
 
 def main() -> int:
-    """Read the command line, print the plan."""
+    """Read the command line and print the plan."""
     parser = argparse.ArgumentParser(
         prog="python -m nemo_offload_rl.fit",
         description="Print the residency plan of a run, what it takes of a GPU in each phase and of main memory, and "
