@@ -77,7 +77,7 @@ class _Worker:
         pipe: Connection to the worker.
         is_ready: The worker has done its warm-up.
         helpers: Process ids below the keeper after the warm-up: the worker, and processes that it needs for all jobs.
-        job: Index of the job at hand.
+        job: Index of the current job.
         deadline: End of the job's time, by the monotonic clock.
     """
 

@@ -46,7 +46,7 @@ class Score:
 
     Attributes:
         reward: The reward that training uses.
-        correct: Whether the response counts as correct in accuracy.
+        correct: The response counts as correct in accuracy.
         parts: Parts of the reward by name, before weights: for metrics and for `adv_estimator.name: gdpo`.
         answer: The answer that was found in the response, for cons@k; None if none was.
     """

@@ -52,7 +52,7 @@ def scheduler_phases_can_step(cfg: RunConfig) -> str | None:
         if problem is not None:
             return problem
     if optimizer is None or optimizer_can_train(cfg) or scheduler_milestones_separate_the_phases(cfg):
-        return None  # those rules report it
+        return None  # these rules report it
     name, section = cfg.algorithm
     num_steps, key = section.max_num_steps, f"{name}.max_num_steps"
     return _refusal(lambda: try_schedule(optimizer, phases, num_steps, key))

@@ -102,7 +102,7 @@ class VllmEngineBase(ABC):
         return [tag for tag in wanted if tag not in self._awake]
 
     def finish_generation(self, discard_weights: bool) -> None:
-        """See `GenerationEngine`. The KV cache is dropped in both cases."""
+        """See `GenerationEngine`. Always drops the KV cache."""
         if not self._awake:
             return
         # vLLM cannot put half an engine to sleep: it would unmap the sleeping half a second time.

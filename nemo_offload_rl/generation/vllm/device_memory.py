@@ -34,8 +34,8 @@ def wait_for_room(
         tags: Tags of the memory to wake.
         timeout_s: Longest wait.
         process_names: Names by process id, for the message.
-        beside_bytes: Further room, for what other processes allocate next. The wait for it lasts at most
-            `BESIDE_TIMEOUT_S` longer, since memory that they have cached does not count as free.
+        beside_bytes: Further room for other processes. The wait for it lasts at most `BESIDE_TIMEOUT_S` longer, since
+            memory that they have cached does not count as free.
 
     Returns:
         True if there is room for `beside_bytes` too, else False; after `timeout_s`, a message that names the missing
