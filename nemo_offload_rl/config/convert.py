@@ -1,4 +1,4 @@
-"""Makes a run's configuration from checked keys: adds settings of workers and engines derived from several keys."""
+"""Makes a run's configuration from checked keys, with the settings of workers and engines."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def to_grpo_config(cfg: GrpoMasterConfig, resolved: Mapping[str, Any]) -> GrpoCo
 
 
 def to_distillation_config(cfg: DistillationMasterConfig, resolved: Mapping[str, Any]) -> DistillationConfig:
-    """Make a run's configuration; arguments as in `to_grpo_config`."""
+    """Make the configuration of a distillation run; arguments as in `to_grpo_config`."""
     worker = grpo_worker(cfg.policy, cfg.distillation.seed)
     model, topk = teacher_model(worker, cfg.teacher), cfg.distillation.topk_logits_k
     teacher = TeacherSettings(model=model, topk=topk, streams_layers=cfg.teacher.stream_layers)
@@ -39,7 +39,6 @@ def to_distillation_config(cfg: DistillationMasterConfig, resolved: Mapping[str,
 
 
 def _engine(cfg: RolloutMasterConfig) -> VllmSettings:
-    """Make the settings of an engine."""
     policy, (_, section) = cfg.policy, cfg.algorithm
     return extend(
         VllmSettings,
@@ -88,7 +87,6 @@ def teacher_model(worker: PolicySettings, teacher: TeacherConfig) -> PolicySetti
 
 
 def _endpoint(cfg: RolloutMasterConfig) -> EndpointSettings | None:
-    """Make the settings of the engines' HTTP endpoint; None without one."""
     vllm = cfg.policy.generation.vllm_cfg
     if not vllm.expose_http_server:
         return None
@@ -102,17 +100,17 @@ def _endpoint(cfg: RolloutMasterConfig) -> EndpointSettings | None:
 
 
 def to_sft_config(cfg: SftMasterConfig, resolved: Mapping[str, Any]) -> SftConfig:
-    """Make a run's configuration; arguments as in `to_grpo_config`."""
+    """Make the configuration of an SFT run; arguments as in `to_grpo_config`."""
     return _of_run(SftConfig, cfg, resolved, worker=supervised_worker(cfg.policy, cfg.sft.seed))
 
 
 def to_dpo_config(cfg: DpoMasterConfig, resolved: Mapping[str, Any]) -> DpoConfig:
-    """Make a run's configuration; arguments as in `to_grpo_config`."""
+    """Make the configuration of a DPO run; arguments as in `to_grpo_config`."""
     return _of_run(DpoConfig, cfg, resolved, worker=supervised_worker(cfg.policy, cfg.dpo.seed, rows_per_item=2))
 
 
 def to_eval_config(cfg: EvalMasterConfig, resolved: Mapping[str, Any]) -> EvalConfig:
-    """Make a run's configuration; replace a checkpoint by the model folder in it, for the tokenizer too.
+    """Make the configuration of an evaluation; a checkpoint becomes its model folder, for the tokenizer too.
 
     Raises:
         ConfigError: There is no model in the checkpoint.

@@ -67,7 +67,7 @@ def missing_key_message(schema: type, raw: Mapping[str, Any], path: str, value: 
 
 
 def join_problems(messages: list[str]) -> str:
-    """Join the first problems of a list into one line."""
+    """Join the first problems into one line."""
     shown = "; also ".join(messages[:_MAX_SHOWN])
     return shown if len(messages) <= _MAX_SHOWN else f"{shown}; and {len(messages) - _MAX_SHOWN} more problems"
 

@@ -177,7 +177,7 @@ class ArithmeticEnvironment:
         return ["=" not in reference for reference in references]
 
     def close(self) -> None:
-        """Do nothing; there are no processes."""
+        """Do nothing."""
 
     @staticmethod
     def _scored(response: Response) -> Score:

@@ -121,7 +121,7 @@ def _without_failure(outcome: Outcome) -> Score | Observation | Unscored:
 
 def _number(value: Any) -> float:
     if not isinstance(value, str | bytes) and hasattr(value, "__float__"):
-        # A tensor of several values raises one of the first three; an int that is too large raises OverflowError.
+        # A tensor of several values raises one of the first three, an int that is too large the last.
         with suppress(TypeError, ValueError, RuntimeError, OverflowError):
             if math.isfinite(number := float(value)):
                 return number

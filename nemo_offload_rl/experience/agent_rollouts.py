@@ -122,7 +122,7 @@ def _task(prompt: Prompt, base_url: str, model: str, api_key: str) -> AgentTask:
 def _rollout(
     prompt: Prompt, calls: Sequence[ServedCall], score: Score | Unscored, decode: Callable[[Sequence[int]], str]
 ) -> Rollout:
-    """Make one sample; without a call to the policy it is unscored."""
+    """Make a sample; it is unscored without a call to the policy."""
     found = conversations(calls)
     if not found and isinstance(score, Score):
         score = Unscored("failed", "the agent asked the policy nothing")

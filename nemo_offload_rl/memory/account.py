@@ -253,7 +253,7 @@ class Account:
 
     @cached_property
     def phases(self) -> tuple[PhaseUse, ...]:
-        """Use of a policy workers' GPU in each phase; empty if the GPU or the model is unknown."""
+        """Use of a policy worker's GPU in each phase; empty if the GPU or the model is unknown."""
         gpu_bytes, limit_gib = self.gpu_bytes, self.cfg.policy.gpu_memory_limit_gib
         if gpu_bytes is None or not self.groups:
             return ()

@@ -108,12 +108,12 @@ class HostNeed:
         return HostPlan(plan, sizes, held)
 
     def state_parts(self) -> dict[str, int]:
-        """Return bytes by name of offloaded state and activations, which `policy.host_memory_budget_gib` bounds."""
+        """Bytes by name of offloaded state and activations, which `policy.host_memory_budget_gib` bounds."""
         activations = {ACTIVATIONS: self.activation_bytes} if self.activation_bytes else {}
         return {**self.resolve().arena, **activations}
 
     def parts(self) -> dict[str, int]:
-        """Return bytes by name of offloaded state, activations and everything else that this worker will take."""
+        """Bytes by name of all host memory that this worker will still take."""
         return {**self.state_parts(), **self.other}
 
 
@@ -290,7 +290,7 @@ def _changes(need: HostNeed) -> list[Change]:
         changes.append(Change(key, lambda need: _with_settings(need, offload_optimizer_states_for_logprob=False)))
     if settings.colocated:
         changes += [_kept(name) for name in (OPTIMIZER, PARAMS) if settings.residency_overrides.get(name) != "device"]
-    # The following change a run's results.
+    # These change a run's results.
     has_engine = settings.colocated or settings.engine_memory_share > 0
     if need.reference_bytes:
         key = "loss_fn.reference_policy_kl_penalty=0" if has_engine else "dpo.precompute_reference_logprobs=true"

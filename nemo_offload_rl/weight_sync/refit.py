@@ -2,8 +2,8 @@
 
 1. `offload_before_refit`: all of the policy's state but its weights leaves the device, and its memory is released as
    copies finish. Meanwhile the engine waits for room for its weights, plus the memory that sending took in earlier
-   refits. With that room, the policy fills the first buckets while the engine maps its memory. The policy then starts
-   no more copies out, because mapping waits for all running copies.
+   refits. With that room, the policy fills the first buckets while the engine maps its memory. It starts no more copies
+   out then, because mapping waits for running ones.
 2. Buckets: while the engine copies bucket i out of one buffer, the policy fills the other with bucket i + 1. A buffer
    is refilled only after the load of its bucket has returned. Bucket i + 2 is requested right then. Copies out continue
    once the engine has mapped both buffers. No memory is released to the CUDA driver, because that would delay buckets.
@@ -145,7 +145,6 @@ def _wake_weights(
 
 
 def _request_first(policy: RefitSource) -> deque[Request]:
-    """Start to send, and request a bucket for each buffer."""
     policy.start_refit()
     return deque(policy.request_bucket(starts_copies=False) for _ in range(NUM_BUFFERS))
 

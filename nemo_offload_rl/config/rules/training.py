@@ -59,7 +59,6 @@ def scheduler_phases_can_step(cfg: RunConfig) -> str | None:
 
 
 def _refusal(attempt: Callable[[], object]) -> str | None:
-    """Return the message of a `ConfigError` that `attempt` raises; None if it raises none."""
     try:
         attempt()
     except ConfigError as error:
@@ -165,7 +164,7 @@ def loggers_have_their_sections(cfg: RunConfig) -> str | None:
 
 
 def _call_problem(where: str, dotted: str, kwargs: Mapping[str, Any], base: type) -> str | None:
-    """Return why a torch class cannot be called with its first argument and `kwargs`, or is no `base`; else None."""
+    """Return why a torch class is no `base` or cannot be called with a first argument and `kwargs`; else None."""
     module_name, _, class_name = dotted.rpartition(".")
     if not module_name.startswith("torch.optim") and module_name != OWN_OPTIMIZERS:
         return (

@@ -159,7 +159,7 @@ class AsyncVllmEngine(VllmEngineBase):
     def take_rollouts(self, names: Iterable[str]) -> dict[str, list[ServedCall]]:
         """Close rollouts and return their calls.
 
-        Also waits for vLLM's workers to answer, so that a hung engine, which makes agents time out, is found here.
+        Also waits for vLLM's workers to answer, which finds a hung engine; agents would only time out.
         """
         self._rpc("answer", ())
         return self._wait(self._endpoint.take_rollouts(names))

@@ -1,9 +1,8 @@
 """Serves vLLM's chat completions over HTTP, for rollouts that agents drive.
 
 The server runs on the engine's event loop. `/v1/chat/completions` answers every admitted client.
-`/rollouts/ID/v1/chat/completions` answers for an open rollout, with the run's sampling, and keeps the tokens. While the
-engine sleeps or has no valid weights, requests get 503 with `Retry-After`; so do requests that are open when it goes to
-sleep.
+`/rollouts/ID/v1/chat/completions` answers for an open rollout, with the run's sampling, and keeps the tokens. Requests
+that come or are open while the engine sleeps or has no valid weights get 503 with `Retry-After`.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ _KINDS = {
 
 
 async def _asked(raw_request: Request) -> ChatRequest:
-    """Parse the body into a request. Checks first that it is an object, because vLLM's own checks assume that."""
+    """Parse the body into a request; first check that it is an object, which vLLM's own checks assume."""
     kind = raw_request.headers.get("Content-Type", "")
     if kind.partition(";")[0].strip().lower() != "application/json":  # a web page may make a browser send others
         raise BadRequest(f"the body is {kind or 'of no type'}; send JSON, with Content-Type: application/json")

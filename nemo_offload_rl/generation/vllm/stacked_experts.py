@@ -82,7 +82,7 @@ class StackedExperts:
         if stacked.shape == parameter.shape:
             parameter.copy_(stacked)
             return
-        # A parameter's padding stays as it is.
+        # Padding stays as it is.
         if own_name != _GATE_UP_BIAS:
             hidden_dim = 2 if own_name == GATE_UP else 1
             parameter = parameter.narrow(hidden_dim, 0, hidden)
@@ -98,7 +98,6 @@ class StackedExperts:
 
 
 def _shape(own_name: str, num_experts: int, inner: int, hidden: int, has_bias: bool) -> tuple[int, ...]:
-    """Shape of a stacked tensor."""
     if own_name in (_GATE_UP_BIAS, _DOWN_BIAS):
         return num_experts, 2 * inner if own_name == _GATE_UP_BIAS else hidden
     rows, columns = (2 * inner, hidden) if own_name == GATE_UP else (hidden, inner)

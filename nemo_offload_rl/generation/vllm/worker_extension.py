@@ -61,7 +61,7 @@ class RefitExtension:
         dump_stacks_on_signal()
 
     def answer(self) -> None:
-        """Return at once; a call that does not return shows that the engine hangs."""
+        """Return at once, unless the engine hangs."""
 
     def refit_join_group(self, host: str, port: int, world_size: int, first_rank: int) -> None:
         """Join the communicator of refits as rank `first_rank` plus this worker's rank in the engine."""
