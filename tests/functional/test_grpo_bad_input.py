@@ -34,7 +34,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "tokens without an embedding": (
         ["+policy.hf_config_overrides.vocab_size=4"], ["embeddings for 4 tokens", "model.resize_token_embeddings"],
     ),
-    "every prompt too long": (["data.max_input_seq_length=2"], ["and all others are longer than"]),
+    "every prompt too long": (["data.max_input_seq_length=2"], ["and all others of arithmetic are longer than"]),
     "prompts that leave no room in the engine": (
         ["policy.generation.vllm_cfg.max_model_len=16"], ["max_input_seq_length 16", "max_model_len 16"],
     ),

@@ -226,7 +226,7 @@ def test_a_value_that_hydra_reads_only_in_quotes_is_text_without_them(small: Pat
 def test_any_text_is_read_or_refused_in_one_line(text: str) -> None:
     config = OmegaConf.create({"name": "x"})
     try:
-        _apply_override(config, f"name={text}", None)
+        _apply_override(config, f"name={text}", None, config)
     except ConfigError as error:
         assert "\n" not in str(error)
         return
