@@ -230,6 +230,8 @@ def test_any_text_is_read_or_refused_in_one_line(text: str) -> None:
     except ConfigError as error:
         assert "\n" not in str(error)
         return
+    if OmegaConf.is_missing(config, "name"):  # `???`, which resolving refuses
+        return
     if isinstance(config.name, str) and not re.search(r"""^\s*['"\[{]|[\\$]""", text):
         assert config.name.strip(" \t") == text.strip(" \t")
 
