@@ -29,9 +29,9 @@ SMALL_LINES = 60
 LIMITS = {
     "imports upward": 0,
     "circles of modules": 0,
-    "modules": 314,
-    "lines": 50918,
-    "modules under 60 lines with one importer": 5,
+    "modules": 307,
+    "lines": 50591,
+    "modules under 60 lines with one importer": 1,
 }
 
 # The same of a run: `ways.py` records what these are measured by.

@@ -49,7 +49,9 @@ def test_the_dtensor_backend_knows_the_plan_of_every_dense_family_that_it_trains
         assert UNSPLIT.get(name, "set it to 1") in str(problem)
     else:
         assert problem is None
-        assert "does not divide the 4 attention heads" in str(split_problem(config, declared_plan(config["model_type"]), 3))
+        assert "does not divide the 4 attention heads" in str(
+            split_problem(config, declared_plan(config["model_type"]), 3)
+        )
 
 
 @pytest.mark.parametrize(
