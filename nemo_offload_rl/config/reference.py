@@ -1,4 +1,4 @@
-"""Writes docs/reference/configuration.md.
+"""Writes docs/reference/configuration.md and a page for each section in docs/reference/configuration/.
 
 Run `python -m nemo_offload_rl.config.reference [--check]` in the repository root.
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from nemo_offload_rl.config.keys import KeyDoc, known_keys, walk_keys
@@ -27,13 +27,15 @@ from nemo_offload_rl.keys.master import (
 )
 from nemo_offload_rl.utils.cli import ending_process
 
-CONFIGS = Path("examples/configs")
 TARGET = Path("docs/reference/configuration.md")
+FOLDER = TARGET.with_suffix("")
 
-_HEAD = """\
+_WRITTEN = "<!-- Written by `python -m nemo_offload_rl.config.reference`; change the sections. -->"
+
+_HEAD = f"""\
 # Configuration
 
-<!-- Written by `python -m nemo_offload_rl.config.reference`; change the sections. -->
+{_WRITTEN}
 
 A run is configured by one YAML file and overrides on the command line:
 
@@ -43,75 +45,106 @@ python examples/run_grpo.py --config examples/configs/grpo_arithmetic_cpu.yaml g
 
 - A file may begin with `defaults: other.yaml` (or a list), relative to itself. What it sets goes over what it inherits;
   a mapping with `_override_: true` replaces the inherited one, and `_remove_: true` takes it away.
-- Values may refer to others: `${policy.precision}`, `${.temperature}` (same section), `${mul:a,b}`, and likewise `add`,
-  `div` and `max`.
+- Values may refer to others: `${{policy.precision}}`, `${{.temperature}}` (same section), `${{mul:a,b}}`, and likewise
+  `add`, `div` and `max`.
 - Overrides follow Hydra's grammar: `a.b=c` changes a key, `+a.b=c` adds one, `++a.b=c` does either, `~a.b` deletes.
 - An unknown key is an error that names the nearest known one.
 
-The tables below give every key: those of a GRPO run first, then what is different for [distillation](#distillation),
-[SFT](#sft), [DPO](#dpo) and an [evaluation](#evaluation). A file may leave out a key with a default, and a section
-whose keys all have one. It has to set a key that is *required*. Where the default is empty, the meaning says what
-leaving the key out does. The exemplars `grpo_math_1B.yaml`, `distillation_math.yaml`, `sft.yaml`, `dpo.yaml` and
-`eval.yaml` in `examples/configs` set every key; to begin with one, write `defaults: grpo_math_1B.yaml` (from any
-folder).
+The pages give every key: those of a GRPO run first, then what is different for distillation, SFT, DPO and an
+evaluation. A file may leave out a key with a default, and a section whose keys all have one. It has to set a key that
+is *required*. Where the default is empty, the meaning says what leaving the key out does. The exemplars
+`grpo_math_1B.yaml`, `distillation_math.yaml`, `sft.yaml`, `dpo.yaml` and `eval.yaml` in `examples/configs` set every
+key; to begin with one, write `defaults: grpo_math_1B.yaml` (from any folder).
 """
 
-_SUPERVISED = """\
-## {name}
+# Sections of a GRPO run that have a page of their own, with the sections below them.
+_PAGES = (
+    *("grpo", "loss_fn", "policy", "policy.dtensor_cfg", "policy.megatron_cfg", "policy.generation", "data", "env"),
+    *("logger", "cluster", "checkpointing"),
+)
 
-`examples/run_{section}.py --config examples/configs/{exemplar}`. The sections `policy`, `logger`, `cluster` and
-`checkpointing` have the keys that they have above, without {without}.
-"""
+_LIKE_GRPO = {
+    "distillation": """\
+`examples/run_distillation.py --config examples/configs/{exemplar}`. All other sections have the keys that
+[they have in a GRPO run](../configuration.md); there is no section `grpo`.
+""",
+    "sft": """\
+`examples/run_sft.py --config examples/configs/{exemplar}`. The sections [`policy`](policy.md), [`logger`](logger.md),
+[`cluster`](cluster.md) and [`checkpointing`](checkpointing.md) have the keys that they have in a GRPO run, without
+{without}.
+""",
+    "dpo": """\
+`examples/run_dpo.py --config examples/configs/{exemplar}`. The sections [`policy`](policy.md), [`logger`](logger.md),
+[`cluster`](cluster.md) and [`checkpointing`](checkpointing.md) have the keys that they have in a GRPO run, without
+{without}.
+""",
+    "evaluation": """\
+`examples/run_eval.py --config examples/configs/{exemplar}`. The sections [`env`](env.md) and [`cluster`](cluster.md)
+have the keys that they have in a GRPO run, `tokenizer` those of [`policy.tokenizer`](policy.md#policytokenizer), and
+`data.validation` those of `data.train`.
+""",
+}
+_ALGORITHMS = (
+    ("distillation", "distillation", DistillationMasterConfig, ("distillation", "loss_fn", "teacher")),
+    ("sft", "SFT", SftMasterConfig, ("sft", "data")),
+    ("dpo", "DPO", DpoMasterConfig, ("dpo", "data")),
+    ("evaluation", "an evaluation", EvalMasterConfig, ("eval", "generation", "data")),
+)
 
 
-_DISTILLATION = f"""\
-## Distillation
-
-`examples/run_distillation.py --config examples/configs/{EXEMPLARS[DistillationMasterConfig]}`. All other sections have
-the keys that they have above; there is no section `grpo`.
-"""
-
-
-_EVALUATION = """\
-## Evaluation
-
-`examples/run_eval.py --config examples/configs/eval.yaml`. The sections `env` and `cluster` have the keys that they
-have above, `tokenizer` those of `policy.tokenizer`, and `data.validation` those of `data.train`.
-"""
-
-
-def render() -> str:
-    """Render the whole page."""
-    lines = [_HEAD, *_sections(GrpoMasterConfig)]
+def render() -> dict[Path, str]:
+    """Render all pages, by path from the root of the repository."""
+    sections = {key.path: key for key in walk_keys(GrpoMasterConfig) if key.is_section}
+    pages: dict[str, list[str]] = {}
+    contents: list[tuple[str, str, str]] = []
+    for root in _PAGES:
+        name = root.rpartition(".")[2]
+        pages[name] = _sections(GrpoMasterConfig, lambda path, root=root: _page_of(path) == root, root.count(".") + 1)
+        contents.append((name, f"`{root}`", sections[root].description or ""))
     of_grpo = set(known_keys(GrpoMasterConfig))
-    lines += [_DISTILLATION]
-    lines += _sections(DistillationMasterConfig, only=("distillation", "loss_fn", "teacher"), heading="###")
-    for name, schema in (("SFT", SftMasterConfig), ("DPO", DpoMasterConfig)):
-        own = set(known_keys(schema))
-        gone = [key for key in of_grpo - own if key.startswith("policy.") and _parent(key) not in of_grpo - own]
-        without = ", ".join(f"`{key}`" for key in sorted(gone))
-        lines.append(_SUPERVISED.format(name=name, section=name.lower(), exemplar=EXEMPLARS[schema], without=without))
-        lines += _sections(schema, only=(name.lower(), "data"), heading="###")
-    lines += [_EVALUATION, *_sections(EvalMasterConfig, only=("eval", "generation", "data"), heading="###")]
-    lines += ["## Rules between keys", "", "All are checked before Ray starts.", ""]
+    for name, title, schema, own in _ALGORITHMS:
+        gone = [key for key in of_grpo - set(known_keys(schema)) if key.startswith("policy.")]
+        without = ", ".join(f"`{key}`" for key in sorted(gone) if _parent(key) not in gone)
+        intro = _LIKE_GRPO[name].format(exemplar=EXEMPLARS[schema], without=without)
+        tables = _sections(schema, lambda path, own=own: path.partition(".")[0] in own, 0)
+        pages[name] = [f"# Keys of {title}", "", intro, *tables]
+        contents.append((name, f"Keys of {title}", ", ".join(f"`{section}`" for section in own)))
+    pages["rules"] = _rules()
+    contents.append(("rules", "Rules between keys", "What is checked before Ray starts."))
+    rows = [f"| [{title}](configuration/{name}.md) | {text} |" for name, title, text in contents]
+    toctree = ["```{toctree}", ":hidden:", "", *(f"configuration/{name}" for name, _, _ in contents), "```"]
+    written = {TARGET: "\n".join([_HEAD, "| page | contents |", "|---|---|", *rows, "", *toctree]) + "\n"}
+    for name, (title, *rest) in pages.items():
+        text = "\n".join([title, "", _WRITTEN, *rest]).rstrip("\n")
+        written[FOLDER / f"{name}.md"] = f"{text}\n"
+    return written
+
+
+def _rules() -> list[str]:
+    lines = ["# Rules between keys", "", "All are checked before Ray starts.", ""]
     lines += [f"- {rule.__doc__}" for rule in GRPO_RULES]
     known = {rule.__name__ for rule in GRPO_RULES}
     more = {rule.__name__: rule for rule in (*SFT_RULES, *DPO_RULES) if rule.__name__ not in known}
     of_distillation = {rule.__name__: rule for rule in DISTILLATION_RULES if rule.__name__ not in known}
-    lines += ["", "For distillation:", "", *(f"- {rule.__doc__}" for rule in of_distillation.values())]
-    lines += ["", "For SFT and DPO:", "", *(f"- {rule.__doc__}" for rule in more.values())]
-    lines += ["", "For evaluations:", "", *(f"- {rule.__doc__}" for rule in EVAL_RULES)]
-    return "\n".join(lines) + "\n"
+    lines += ["", "## Distillation", "", *(f"- {rule.__doc__}" for rule in of_distillation.values())]
+    lines += ["", "## SFT and DPO", "", *(f"- {rule.__doc__}" for rule in more.values())]
+    lines += ["", "## Evaluations", "", *(f"- {rule.__doc__}" for rule in EVAL_RULES)]
+    return lines
 
 
-def _sections(schema: type, only: Sequence[str] = (), heading: str = "##") -> list[str]:
-    """Heading, text and tables of each section; `only` selects sections of the top level, () selects all."""
+def _page_of(path: str) -> str:
+    """The longest of `_PAGES` that `path` is or begins with."""
+    return max((root for root in _PAGES if f"{path}.".startswith(f"{root}.")), key=len)
+
+
+def _sections(schema: type, is_wanted: Callable[[str], bool], depth: int) -> list[str]:
+    """Heading, text and tables of each wanted section; one with `depth` dots in its path has a heading of level 2."""
     keys = list(walk_keys(schema))
     lines: list[str] = []
     for section in [key for key in keys if key.is_section]:
-        if _is_repeated(section) or (only and section.path.partition(".")[0] not in only):
+        if _is_repeated(section) or not is_wanted(section.path):
             continue
-        lines += [f"{heading}{'#' if '.' in section.path else ''} `{section.path}`", ""]
+        lines += [f"{'#' * (2 + section.path.count('.') - depth)} `{section.path}`", ""]
         lines += [section.description or "", ""]
         own = [key for key in keys if _parent(key.path) in (section.path, f"{section.path}.NAME", f"{section.path}[]")]
         variants = list(dict.fromkeys(key.variant for key in own))
@@ -152,15 +185,22 @@ def _cell(text: str | None) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of `python -m nemo_offload_rl.config.reference`."""
     parser = argparse.ArgumentParser(description="Write the configuration reference.")
-    parser.add_argument("--check", action="store_true", help="only check that the file is up to date")
+    parser.add_argument("--check", action="store_true", help="only check that the files are up to date")
     parsed = parser.parse_args(argv)
-    text = render()
+    pages = render()
+    gone = set(FOLDER.glob("*.md")) - pages.keys()
     if parsed.check:
-        if not TARGET.is_file() or TARGET.read_text(encoding="utf-8") != text:
-            raise ConfigError(f"{TARGET} is out of date; run python -m nemo_offload_rl.config.reference")
+        kept = {path: path.read_text(encoding="utf-8") for path in pages if path.is_file()}
+        changed = {path for path, text in pages.items() if kept.get(path) != text}
+        if changed or gone:
+            names = ", ".join(str(path) for path in sorted(changed | gone))
+            raise ConfigError(f"{names}: out of date; run python -m nemo_offload_rl.config.reference")
         return 0
-    TARGET.parent.mkdir(parents=True, exist_ok=True)
-    TARGET.write_text(text, encoding="utf-8")
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for path in gone:
+        path.unlink()
+    for path, text in pages.items():
+        path.write_text(text, encoding="utf-8")
     return 0
 
 

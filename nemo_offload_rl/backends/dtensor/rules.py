@@ -204,7 +204,7 @@ def host_held_training_draws_nothing(cfg: PolicyRun) -> str | None:
 
 
 def dtensor_trains_the_model(cfg: PolicyRun) -> str | None:
-    """The DTensor backend trains the families of [models.md](models.md), from weights that are not quantized."""
+    """The DTensor backend trains the families of [Models](../models.md), from weights that are not quantized."""
     model = local_model_config(cfg)
     if not cfg.policy.dtensor_cfg.enabled or model is None or (reason := unsupported(model)) is None:
         return None
