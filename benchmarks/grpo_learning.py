@@ -10,7 +10,7 @@ seconds say less. Printed for each variant: held-out accuracy, how far engine an
 from the 20 steps after the tenth to the last 20 (medians), the slowest step over the median, how far rewards and losses
 are from those of the first variant over the first 20 steps, and how many steps of a `_resident` variant are not bit for
 bit those of its twin.
-Docs: docs/measurements/grpo.md and docs/measurements/cpu.md; `plots.py` draws the curves.
+Docs: docs/measurements/learning.md and docs/measurements/cpu.md; `plots.py` draws the curves.
 """
 
 from __future__ import annotations

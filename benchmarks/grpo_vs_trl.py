@@ -15,7 +15,7 @@ It prints seconds by phase, generated tokens/s and the peak of the GPU's memory 
 step the time of both ways between training and generation, and that of the same bytes in plain pinned copies, whose
 speed is probed in the same run: `out` is the refit, `back` the waits between the last token and the first kernel of
 training, `other` all of the step that is neither the engine's nor a pass of the policy.
-Needs a GPU. Docs: docs/measurements/grpo.md and docs/measurements/large-models.md.
+Needs a GPU. Docs: docs/measurements/grpo.md and docs/measurements/small-gpus.md.
 """
 
 from __future__ import annotations

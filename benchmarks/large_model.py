@@ -15,7 +15,7 @@ together. Every few seconds the processes of the run are read (`Pss` of /proc/PI
 n processes share as an n-th in each; resident sizes where there is no such file). That file is read again only where
 the resident size has changed by 0.4 % or 64 MiB: the kernel goes through all pages for it, 20 ms a GiB, and the process
 waits meanwhile to map memory. `large_model.json` in `--out` is written all along.
-Docs: docs/measurements/large-models.md.
+Docs: docs/measurements/large-models.md, and small-gpus.md, two-gpus.md and posted.md there.
 """
 
 from __future__ import annotations

@@ -3,12 +3,15 @@
     python benchmarks/plots.py
 
 - docs/images/grpo_gpu_memory.svg: GPU memory over two steps, by owner, of `grpo_vs_trl.py`;
-- docs/images/grpo_learning.png: rewards and accuracy of `grpo_learning.py`;
-- docs/images/residency_peers.png: offload and reload of `residency_peers.py`.
+- docs/images/grpo_learning.svg: rewards and accuracy of `grpo_learning.py`;
+- docs/images/residency_peers.svg: offload and reload of `residency_peers.py`.
+
+Text and lines of a figure have a light color in dark mode; all other colors are for both.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import statistics
 from itertools import groupby
@@ -20,20 +23,21 @@ from matplotlib.figure import Figure
 
 RESULTS, IMAGES = ROOT / "benchmarks/results", ROOT / "docs/images"
 NUM_STEPS = 2
-# On a light card of its own, so that pages in light and in dark mode show it alike.
 OWNERS = {
     "engine": ("vLLM engine", "#e8a33d"),
     "policy": ("policy (trainer)", "#3b6fc9"),
     "other": ("other", "#8a8f98"),
 }
 BANDS = {
-    "refit": ("refit", "#f7d9d3"),
-    "generation": ("generation", "#fdf3dc"),
-    "logprobs": ("logprobs", "#d9efe9"),
-    "reference_logprobs": ("reference", "#cfe6c9"),
-    "training": ("training", "#dfe8fb"),
+    "refit": ("refit", "#ff725c"),
+    "generation": ("generation", "#efb118"),
+    "logprobs": ("logprobs", "#6cc5b0"),
+    "reference_logprobs": ("reference", "#3ca951"),
+    "training": ("training", "#4269d0"),
 }
-CARD, INK, BLUE, GREY = "#ffffff", "#24292f", "#4269d0", "#9498a0"
+BAND_ALPHA = 0.2
+INK, BLUE, GREY = "#010203", "#4269d0", "#9498a0"  # INK becomes the color of text
+STYLE = "<style>:root{color:#24292f}@media (prefers-color-scheme:dark){:root{color:#d5dae0}}</style>"
 BACKENDS = {"dtensor": BLUE, "megatron": "#efb118"}
 PEERS = {
     "nemo_offload_rl": "nemo_offload_rl",
@@ -63,8 +67,8 @@ def memory(figure: Figure) -> None:
     for phase, group in groupby(range(len(samples)), key=lambda i: samples[i]["phase"]):
         indices = list(group)
         start, end = times[indices[0]], times[min(indices[-1] + 1, len(times) - 1)]
-        label, color = BANDS.get(phase, ("", CARD))
-        axes.axvspan(start, end, color=color, linewidth=0, zorder=0)
+        label, color = BANDS.get(phase, ("", "none"))
+        axes.axvspan(start, end, color=color, alpha=BAND_ALPHA, linewidth=0, zorder=0)
         middle = (start + end) / 2
         if end - start > 3:
             axes.text(middle, 104, label, ha="center", va="center", fontsize=10)
@@ -76,7 +80,6 @@ def memory(figure: Figure) -> None:
     names, colors = zip(*OWNERS.values(), strict=True)
     axes.stackplot(times, layers, labels=names, colors=colors, zorder=2)
     axes.set(xlim=(times[0], times[-1]), ylim=(0, 110), xlabel="seconds", ylabel="GiB on the GPU")
-    axes.tick_params(colors=INK)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside upper center", ncols=len(names), frameon=False)
 
@@ -87,7 +90,7 @@ def learning(figure: Figure) -> None:
     rewards, accuracy = figure.subplots(1, 2)
     for variant, curves in result["curves"].items():
         backend, is_resident = variant.removesuffix("_resident"), variant.endswith("_resident")
-        color, line = ("#222222", ":") if is_resident else (BACKENDS[backend], "-")
+        color, line = (INK, ":") if is_resident else (BACKENDS[backend], "-")
         label = f"{backend}, states resident" if is_resident else backend
         steps = range(1, len(curves["train/reward_mean"]) + 1)
         rewards.plot(steps, curves["train/reward_mean"], label=label, linewidth=1.2, color=color, linestyle=line)
@@ -128,16 +131,19 @@ def peers(figure: Figure) -> None:
 
 def main() -> None:
     """Draw all of them."""
-    matplotlib.rcParams |= {"svg.hashsalt": "nemo_offload_rl"}
+    inked = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    matplotlib.rcParams |= {"svg.hashsalt": "nemo_offload_rl", **dict.fromkeys(inked, INK)}
     for draw, name, size in (
         (memory, "grpo_gpu_memory.svg", (6.6, 3.7)),
-        (learning, "grpo_learning.png", (10, 3.6)),
-        (peers, "residency_peers.png", (11, 4)),
+        (learning, "grpo_learning.svg", (10, 3.6)),
+        (peers, "residency_peers.svg", (11, 4)),
     ):
-        figure = Figure(figsize=size, layout="constrained", facecolor=CARD)
-        with matplotlib.rc_context({"font.size": 11, "text.color": INK} if draw is memory else {}):
+        figure, text = Figure(figsize=size, layout="constrained"), io.StringIO()
+        with matplotlib.rc_context({"font.size": 11} if draw is memory else {}):
             draw(figure)
-            figure.savefig(IMAGES / name, dpi=110, metadata={"Date": None} if name.endswith("svg") else None)
+            figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
+        inked_svg = text.getvalue().replace(INK, "currentColor").replace("<defs>", f"{STYLE}<defs>", 1)
+        (IMAGES / name).write_text(inked_svg)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ without a profiler: seconds of a step with one micro-batch, and of each further 
 step of two. It prints the operations by the host's own time, the kernels by the GPU's, busy time by stream, the largest
 gaps of the stream that computes and long calls of the host, then all seconds. A GPU that is busy for a small part of
 the unprofiled time waits for the host. The profiler makes the host slower, not the GPU.
-Docs: docs/measurements/large-models.md.
+Docs: docs/measurements/two-gpus.md.
 """
 
 from __future__ import annotations

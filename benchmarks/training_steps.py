@@ -21,7 +21,7 @@ copies; GiB that crossed the link; and whether losses and gradient norms equal t
 as they have to with `policy.deterministic=true` unless the arithmetic differs. Numbers are medians of the timed steps.
 
 Needs a GPU, for Megatron with Transformer Engine. `--device cpu --shape tiny` shows that the script works.
-Docs: docs/measurements/training.md.
+Docs: docs/measurements/{training,activations,optimizer-states}.md.
 """
 
 from __future__ import annotations

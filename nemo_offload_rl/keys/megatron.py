@@ -207,7 +207,7 @@ class MegatronConfig:
         doc(
             "Modules whose inputs are offloaded: qkv_linear, core_attn, attn_proj (needs core_attn) and, in "
             "mixture-of-experts models, mlp_norm, expert_fc1 and moe_act. Worthwhile for long rows; see "
-            "docs/measurements/training.md."
+            "docs/measurements/activations.md."
         ),
     ] = None
     min_offloaded_tensor_size: Annotated[int, doc("Smaller tensors stay on the GPU. In elements, not bytes.", ge=0)] = (

@@ -1,7 +1,7 @@
 """Python's garbage collector in processes with many objects, where a full collection stops everything for a moment.
 
 It visits all objects that refer to others: 0.1 s in a policy worker of 30 B parameters, even without the objects of
-imported libraries (docs/measurements/large-models.md#a-mixture-of-experts-of-30-b-parameters-on-two-gpus).
+imported libraries (docs/measurements/two-gpus.md#a-mixture-of-experts-of-30-b-parameters-on-two-gpus).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 With activation checkpointing a layer keeps only its input for the backward pass. The input is copied to the host while
 the layer computes, and its device memory is free when the layer ends. It comes back unchanged during the backward pass
 of the layer above. With 8 B parameters and 32,768 tokens this saves 8.2 GiB at no cost of speed
-(docs/measurements/large-models.md). Other activations are recomputed faster than they are copied.
+(docs/measurements/activations.md). Other activations are recomputed faster than they are copied.
 
 Hooks for saved tensors: https://docs.pytorch.org/tutorials/intermediate/autograd_saved_tensors_hooks_tutorial.html
 """
