@@ -93,12 +93,15 @@ class UserCode:
 
     # -- signatures ----------------------------------------------------------------------------------------------------
 
-    def check_named(self, given: Collection[str], *, optional: Collection[str] = ()) -> None:
+    def check_named(
+        self, given: Collection[str], *, optional: Collection[str] = (), elsewhere: Collection[str] = ()
+    ) -> None:
         """Check that a function can be called with `given`, by name.
 
         Args:
             given: Names of arguments; it gets those that it has parameters for, and all of them with `**`.
             optional: Further names, which need a parameter of that name.
+            elsewhere: Names that a function of another kind gets, for "did you mean".
 
         Raises:
             UserCodeError: It is no function, asks for another argument, or does not take one of its kwargs.
@@ -110,7 +113,7 @@ class UserCode:
         if by_place := [p.name for p in self._signature.parameters.values() if p.kind is p.POSITIONAL_ONLY]:
             raise UserCodeError(f"{where}: parameter {by_place[0]} is positional-only, but gets its name; drop the /")
         if missing := [name for name, is_required in asked.items() if is_required and name not in names]:
-            near = get_close_matches(missing[0], names, n=1)
+            near = get_close_matches(missing[0], [*names, *elsewhere], n=1, cutoff=0.7)
             fix = (
                 f"did you mean {near[0]}?"
                 if near
@@ -135,6 +138,16 @@ class UserCode:
                 f"{self.label} ({self.place}): it cannot be called as {self.name}({', '.join(given)}): {error}; change "
                 "its parameters, or kwargs"
             ) from error
+
+    @property
+    def parameter_names(self) -> frozenset[str]:
+        """The parameters that it names.
+
+        Raises:
+            UserCodeError: It has none to check.
+        """
+        self._check_callable()
+        return frozenset(self._parameters[0])
 
     @property
     def name(self) -> str:

@@ -89,6 +89,7 @@ def grpo_names(
             "reward_mean/<data set>",
             "accuracy/<data set>",
             "reward_part/<part>",
+            "reward_extra/<name>",
         ),
         "val": _of_validation(val_group_size),
     }
@@ -109,6 +110,7 @@ def distillation_names(*, group_size: int, val_group_size: int) -> Names:
             "reward_mean/<data set>",
             "accuracy/<data set>",
             "reward_part/<part>",
+            "reward_extra/<name>",
         ),
         "val": _of_validation(val_group_size),
     }  # fmt: skip
@@ -152,7 +154,7 @@ def data_set_problem(metric_name: str | None, data_sets: Mapping[str, Iterable[s
     """
     prefix, _, name = (metric_name or "").partition(":")
     metric, _, data_set = name.partition("/")
-    if not data_set or metric == "reward_part":
+    if not data_set or metric in ("reward_part", "reward_extra"):
         return None
     known = sorted(set(data_sets[prefix]))
     if len(known) < 2:
@@ -185,7 +187,7 @@ def _of_validation(group_size: int) -> tuple[str, ...]:
     return (
         "accuracy", "reward", "mean_response_tokens", "truncation_rate", "failed_rate", "timed_out_rate",
         "no_reward_rate", *_pass_at(group_size),
-        "accuracy/<data set>", "reward/<data set>", "reward_part/<part>",
+        "accuracy/<data set>", "reward/<data set>", "reward_part/<part>", "reward_extra/<name>",
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 _OF_VALIDATION = (
     "accuracy", "mean_response_tokens", "truncation_rate", "failed_rate", "timed_out_rate", "no_reward_rate",
 )  # fmt: skip
-_OF_VALIDATION_GROUPS = ("accuracy/", "pass_at_", "reward_part/")
+_OF_VALIDATION_GROUPS = ("accuracy/", "pass_at_", "reward_part/", "reward_extra/")
 
 # -- every algorithm ---------------------------------------------------------------------------------------------------
 
@@ -182,6 +182,7 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
             for name, values in batch.reward_parts().items()
             if not values.isnan().all()
         },
+        **{f"reward_extra/{name}": mean for name, mean in batch.reward_extra_means().items()},
         **by_data_set(batch),
     }
 

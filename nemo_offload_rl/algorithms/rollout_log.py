@@ -85,6 +85,7 @@ def _about(rollout: Rollout) -> dict[str, Any]:
         "reference_answer": rollout.prompt.reference_answer,
         **score_record(rollout),
         "reward_parts": {name: None if math.isnan(part) else part for name, part in rollout.reward_parts.items()},
+        "reward_extra": dict(rollout.reward_extra),
         "truncated": rollout.truncated,
         "num_turns": rollout.num_turns,
         "stopped": rollout.stopped,

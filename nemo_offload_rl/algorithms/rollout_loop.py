@@ -150,7 +150,7 @@ class RolloutLoop:
         """
         size, sampling = self._settings.num_generations_per_prompt, self._generation.sampling
         sampler = sampler or self.sampler
-        batch = sampler.draw(prompts, size, sampling, f"{step}:{draw}", "generation", generated)
+        batch = sampler.draw(prompts, size, sampling, f"{step}:{draw}", "generation", generated, trained_steps=step - 1)
         if not (batch.scored() if self._trains_on_rewards else batch.response_lengths()).any():
             lacking = "a score" if self._trains_on_rewards else "a token of the policy"
             reasons = [rollout.unscored for rollout in batch.rollouts if rollout.unscored is not None]
@@ -218,7 +218,7 @@ class RolloutLoop:
         for start in range(0, len(prompts), settings.val_batch_size):
             call, chunk = f"validation:{step}:{start}", prompts[start : start + settings.val_batch_size]
             size, sampling = settings.val_num_generations_per_prompt, self._generation.val_sampling
-            batches.append(self.sampler.draw(chunk, size, sampling, call, "validation"))
+            batches.append(self.sampler.draw(chunk, size, sampling, call, "validation", trained_steps=step))
         rollouts = RolloutBatch.concatenate(batches)
         metrics = validation_metrics(rollouts)
         self._logger.log(step, metrics, "validation")

@@ -107,11 +107,13 @@ class RolloutSampler:
         call: str,
         phase: str,
         generated: Callable[[], object] | None = None,
+        *,
+        trained_steps: int = 0,
     ) -> RolloutBatch:
         """Draw rollouts, seeded by `call`; their time counts as `phase` and `reward`.
 
         `generated` is called after the last generation, before its scoring. It is not called if the last turn is not
-        known in advance. Agents' rollouts are drawn first.
+        known in advance. Agents' rollouts are drawn first. `trained_steps` is for environments, see `Response`.
         """
         parts = self._parts
         agents = {name: each for name, each in parts.environments.items() if isinstance(each, AgentEnvironment)}
@@ -120,8 +122,10 @@ class RolloutSampler:
             others = [prompt for prompt, is_driven in zip(prompts, driven, strict=True) if not is_driven]
             own = [prompt for prompt, is_driven in zip(prompts, driven, strict=True) if is_driven]
             batch = self._agent_rollouts(own, agents, group_size, self._seeded(sampling, f"{call}:agents"), phase)
-            rest = self.draw(others, group_size, sampling, call, phase, generated) if others else None
-            return batch if rest is None else RolloutBatch.interleave(batch, rest, driven)
+            if not others:
+                return batch
+            rest = self.draw(others, group_size, sampling, call, phase, generated, trained_steps=trained_steps)
+            return RolloutBatch.interleave(batch, rest, driven)
         rollouts = Rollouts(
             prompts,
             group_size=group_size,
@@ -130,6 +134,7 @@ class RolloutSampler:
             },
             decode=parts.decode,
             turns=parts.turns,
+            trained_steps=trained_steps,
         )
 
         while rollouts.under_way:

@@ -124,11 +124,11 @@ def split_by[T](rows: Sequence[T], key: Callable[[T], str], *, size: float, seed
 
 
 def response_row(record: Record, input_key: str, output_key: str) -> Row:
-    """A prompt and its answer, and every other field as metadata.
+    """A prompt and its answer; every other field, and the answer's under its own name, as metadata.
 
     The prompt is text, a number, or a list of messages; the answer is text, a number, or one message of the assistant.
     """
-    rest = {key: value for key, value in record.fields.items() if key not in (input_key, output_key)}
+    rest = {key: value for key, value in record.fields.items() if key != input_key}
     messages = _prompt_messages(record, input_key)
     if messages is None:
         question = text_of(record, input_key, "input_key")

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from nemo_offload_rl.data.records import Message
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -28,6 +30,10 @@ class Response:
         earlier: The turns before this one, in their order.
         may_go_on: The policy may have another turn; otherwise this response is the last.
         question: The row's prompt, without prompt file and chat template.
+        messages: The row's prompt, if it is a list of messages.
+        token_ids: The tokens of `text`, special tokens included.
+        trained_steps: Training steps before it, or of asynchronous training before it is trained on; 0 outside of
+            training.
     """
 
     prompt_text: str
@@ -38,6 +44,9 @@ class Response:
     earlier: tuple[Turn, ...] = ()
     may_go_on: bool = False
     question: str = ""
+    messages: Sequence[Message] | None = None
+    token_ids: Sequence[int] = ()
+    trained_steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -49,12 +58,14 @@ class Score:
         correct: The response counts as correct in accuracy.
         parts: Parts of the reward by name, before weights: for metrics and for `adv_estimator.name: gdpo`.
         answer: The answer that was found in the response, for cons@k; None if none was.
+        extra: Further values by name, for `rollouts/` and, where they are numbers, for metrics.
     """
 
     reward: float
     correct: bool
     parts: Mapping[str, float] = field(default_factory=dict)
     answer: str | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -43,16 +43,17 @@ def plain_score(value: Any) -> Score | Unscored:
     if isinstance(value, Unscored):
         return value
     if not isinstance(value, Score):
-        reward = _number(value)
+        reward = finite_number(value)
         return Score(reward=reward, correct=reward >= 1)
     if value.reward is None:
         return NO_REWARD
     return replace(
         value,
-        reward=_number(value.reward),
+        reward=finite_number(value.reward),
         correct=_boolean(value.correct),
-        parts={str(name): _number(part) for name, part in value.parts.items()},
+        parts={str(name): finite_number(part) for name, part in value.parts.items()},
         answer=_answer(value.answer),
+        extra={str(name): loggable(one) for name, one in value.extra.items()},
     )
 
 
@@ -119,7 +120,12 @@ def _without_failure(outcome: Outcome) -> Score | Observation | Unscored:
     return outcome
 
 
-def _number(value: Any) -> float:
+def finite_number(value: Any) -> float:
+    """Convert a number or a scalar of NumPy or torch.
+
+    Raises:
+        ValueError: It is no number, or not finite.
+    """
     if not isinstance(value, str | bytes) and hasattr(value, "__float__"):
         # A tensor of several values raises one of the first three, an int that is too large the last.
         with suppress(TypeError, ValueError, RuntimeError, OverflowError):
@@ -140,6 +146,13 @@ def _answer(value: Any) -> str | None:
     if plain is None or isinstance(plain, str | bool | int | float):
         return None if plain is None else str(plain)
     raise ValueError("give its `answer` a text, or None")
+
+
+def loggable(value: Any) -> Any:
+    """Return a value of JSON: a number, text, a boolean or None as it is, anything else as its `repr`."""
+    plain = _plain(value)
+    is_json = plain is None or isinstance(plain, str | int) or (isinstance(plain, float) and math.isfinite(plain))
+    return plain if is_json else repr(plain)
 
 
 def _plain(value: Any) -> Any:

@@ -68,6 +68,7 @@ class Rollouts:
         environments: Environments by name; each prompt names its own.
         decode: See `Decode`.
         turns: Limits of the rollouts.
+        trained_steps: See `Response`.
 
     Raises:
         ConfigError: A prompt names an unknown environment.
@@ -81,6 +82,7 @@ class Rollouts:
         environments: Mapping[str, Environment],
         decode: Decode,
         turns: Turns,
+        trained_steps: int = 0,
     ) -> None:
         for name in dict.fromkeys(prompt.env_name for prompt in prompts):
             if name not in environments:
@@ -93,6 +95,7 @@ class Rollouts:
         self._environments = environments
         self._decode = decode
         self._turns = turns
+        self._trained_steps = trained_steps
         self._all = [_Open(prompt) for prompt in prompts for _ in range(group_size)]
         self._live = self._all
         self._num_turns = 0
@@ -152,6 +155,9 @@ class Rollouts:
             earlier=tuple(rollout.earlier),
             may_go_on=not rollout.truncated and self._num_turns < self._turns.max_turns,
             question=rollout.prompt.question,
+            messages=rollout.prompt.messages,
+            token_ids=completion.token_ids,
+            trained_steps=self._trained_steps,
         )
 
     def _ask(self, responses: Sequence[Response]) -> list[Score | Observation | Unscored]:

@@ -56,6 +56,7 @@ class Rollout:
         correct: The response counts as correct in accuracy; False without a score.
         truncated: The last response was cut at a token limit.
         reward_parts: Parts of the reward, by name.
+        reward_extra: Further values that a reward logged, by name.
         stopped: A user's function ended it before its last turn.
         others: Further conversations of an agent.
         answer: The answer that the environment found in the last response.
@@ -69,6 +70,7 @@ class Rollout:
     correct: bool
     truncated: bool
     reward_parts: Mapping[str, float] = field(default_factory=dict)
+    reward_extra: Mapping[str, Any] = field(default_factory=dict)
     stopped: bool = False
     others: tuple[SideConversation, ...] = ()
     answer: str | None = None
@@ -80,7 +82,12 @@ class Rollout:
         if isinstance(outcome, Unscored):
             return Rollout(reward=math.nan, correct=False, unscored=outcome, **said)
         return Rollout(
-            reward=outcome.reward, correct=outcome.correct, reward_parts=outcome.parts, answer=outcome.answer, **said
+            reward=outcome.reward,
+            correct=outcome.correct,
+            reward_parts=outcome.parts,
+            reward_extra=outcome.extra,
+            answer=outcome.answer,
+            **said,
         )
 
     @property
@@ -154,6 +161,15 @@ class RolloutBatch:
             name: torch.tensor([rollout.reward_parts.get(name, float("nan")) for rollout in self.rollouts])
             for name in names
         }
+
+    def reward_extra_means(self) -> dict[str, float]:
+        """Means of the numbers that rewards logged, by name in alphabetical order, over the rollouts that have them."""
+        values: dict[str, list[float]] = {}
+        for rollout in self.rollouts:
+            for name, value in rollout.reward_extra.items():
+                if isinstance(value, int | float):
+                    values.setdefault(name, []).append(value)
+        return {name: sum(values[name]) / len(values[name]) for name in sorted(values)}
 
     def constant_groups(self) -> Tensor:
         """[P] bool: groups whose rewards are all equal; true for fewer than two rewards."""

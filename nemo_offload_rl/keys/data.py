@@ -313,8 +313,8 @@ class EnvConfig:
         str | tuple[str, ...] | None,
         doc(
             "Your own code (docs/guides/your-own-reward.md), as `package.module.Name` or `path/to/file.py:name`: a "
-            "reward function, a list of reward functions, an environment class or an agent class "
-            "(docs/guides/agents.md). null or omitted: NAME is built in."
+            "reward function of a response, or of a batch with TRL's parameters, a list of such functions, an "
+            "environment class or an agent class (docs/guides/agents.md). null or omitted: NAME is built in."
         ),
     ] = None
     weights: Annotated[
@@ -327,8 +327,9 @@ class EnvConfig:
     timeout_s: Annotated[
         float | None,
         doc(
-            "Time limit in seconds for a worker process to score a response, or for an agent to run a whole "
-            "rollout; `on_error` says what follows if it is exceeded. null or omitted: 5, for agents 600.",
+            "Time limit in seconds for a worker process to score a response, for a function of a batch to return, or "
+            "for an agent to run a whole rollout; `on_error` says what follows if it is exceeded. null or omitted: 5, "
+            "for functions of a batch and agents 600.",
             gt=0,
         ),
     ] = None

@@ -10,7 +10,7 @@ from typing import Any
 
 from nemo_offload_rl.data.records import Prompt, Splits
 from nemo_offload_rl.environments.agents import AgentEnvironment, is_agent
-from nemo_offload_rl.environments.custom import custom_environment
+from nemo_offload_rl.environments.custom import SCORING_TIMEOUT_S, custom_environment
 from nemo_offload_rl.environments.interfaces import Environment, ReferenceChecker
 from nemo_offload_rl.environments.math import ArithmeticEnvironment, MathEnvironment, RetryEnvironment
 from nemo_offload_rl.errors import ConfigError, DataError, UserCodeError
@@ -22,7 +22,6 @@ type CodeOfEnvironments = Mapping[str, Sequence[UserCode]]
 
 logger = logging.getLogger(__name__)
 
-SCORING_TIMEOUT_S = 5.0
 AGENT_TIMEOUT_S = 600.0
 _SPELLINGS = re.compile(r"%|^\s*-?\d+\.0*\s*$")  # percentages, and whole numbers with a decimal point
 
@@ -97,7 +96,6 @@ def open_environments(
                     on_error=section.on_error,
                 )
                 continue
-            timeout_s = section.timeout_s or SCORING_TIMEOUT_S
             if name in code:
                 environment = custom_environment(
                     name,
@@ -105,7 +103,7 @@ def open_environments(
                     weights=section.weights,
                     columns=_columns(name, prompts),
                     num_workers=section.num_workers,
-                    timeout_s=timeout_s,
+                    timeout_s=section.timeout_s,
                     on_error=section.on_error,
                 )
             elif name == "arithmetic":
@@ -113,7 +111,7 @@ def open_environments(
             else:
                 environment = MathEnvironment(
                     num_workers=section.num_workers,
-                    timeout_s=timeout_s,
+                    timeout_s=section.timeout_s or SCORING_TIMEOUT_S,
                     verifier=section.math_verify_impl,
                     on_error=section.on_error,
                 )

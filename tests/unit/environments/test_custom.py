@@ -8,6 +8,7 @@ import math
 import os
 import threading
 import time
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -282,3 +283,119 @@ def test_of_several_functions_each_ones_value_is_kept_before_its_weight_and_of_o
 def test_a_part_of_a_score_that_is_no_number_is_refused():
     with pytest.raises(UserCodeError, match=r"return a finite number"):
         scores(lambda response: Score(1.0, True, {"form": float("nan")}))
+
+
+MESSAGES = ({"role": "system", "content": "Add."}, {"role": "user", "content": "q"})
+
+
+def test_a_function_with_trls_parameters_gets_lists_of_the_whole_batch_in_one_call():
+    calls = []
+
+    def reward(completions, **kwargs):
+        calls.append({"completions": completions, **kwargs})
+        kwargs["log_extra"]("said", completions)
+        kwargs["log_extra"]("length", [len(one) for one in completions])
+        kwargs["log_metric"]("share", torch.tensor(0.25))
+        kwargs["log_metric"]("share", 0.75)
+        return np.array([1.0, 0.5])
+
+    batch = [response("4", token_ids=(7, 2), trained_steps=3), response("55", messages=MESSAGES)]
+    found = open_one(reward).step(batch)
+    assert [(score.reward, score.correct) for score in found] == [(1.0, True), (0.5, False)]
+    assert found[0].extra == {"share": 0.5, "said": "4", "length": 1}
+    assert found[1].extra == {"share": 0.5, "said": "[{'role': 'assistant', 'content': '55'}]", "length": 1}
+    (seen,) = calls
+    assert seen.pop("trainer_state").global_step == 3
+    assert {*seen} - {"log_extra", "log_metric"} == {
+        "prompts", "completions", "completion_ids", "answer", "level", "tags"
+    }  # fmt: skip
+    assert seen["prompts"] == ["q", list(MESSAGES)]
+    assert seen["completions"] == ["4", [{"role": "assistant", "content": "55"}]]
+    assert (seen["completion_ids"], seen["answer"]) == ([[7, 2], []], ["4", "4"])
+    assert (seen["level"], seen["tags"]) == ([3, 3], [["a"], ["a"]])
+
+
+def test_trls_own_reward_functions_work_as_they_are():
+    from trl.rewards import accuracy_reward, get_soft_overlong_punishment
+
+    rows = [
+        Response(
+            prompt_text="", text=text, truncated=False, reference_answer="", metadata={"solution": r"\boxed{1}"},
+            messages=MESSAGES, token_ids=[0] * 15,
+        )
+        for text in (r"It is \boxed{1}.", r"It is \boxed{2}.")
+    ]  # fmt: skip
+    overlong = get_soft_overlong_punishment(max_completion_len=20, soft_punish_cache=10)
+    found = open_one(accuracy_reward, overlong, weights=[1.0, 0.5], columns={"solution"}).step(rows)
+    assert [score.reward for score in found] == [0.75, -0.25]
+    assert [score.correct for score in found] == [True, False]
+    assert found[1].extra == {"solution": r"\boxed{1}", "gold_parsed": "[1, '1']", "answer_parsed": "[2, '2']"}
+    assert found[1].parts == {"accuracy_reward": 0.0, "soft_overlong_punishment_reward": -0.5}
+
+
+def test_functions_of_a_batch_of_a_response_and_async_ones_are_added():
+    async def of_batch(prompts, completions, answer, bonus=0.0):
+        await asyncio.sleep(0)
+        pairs = zip(completions, answer, strict=True)
+        return [None if len(text) > 1 else float(text == one) + bonus for text, one in pairs]
+
+    async def later(response):
+        return 0.5
+
+    def names_a_column(completions, response):
+        return completions[response]
+
+    found = scores(of_batch, right, later, weights=[2.0, 1.0, 1.0], texts=["4", "5", "55"])
+    assert [score.reward for score in found] == [3.5, 0.5, 0.5]
+    assert found[0].parts == {"of_batch": 1.0, "right": 1.0, "later": 0.5} and math.isnan(found[2].parts["of_batch"])
+    assert [score.correct for score in found] == [True, False, False]
+    assert [score.reward for score in scores(of_batch, texts=["4", "5"], bonus=0.25)] == [1.25, 0.25]
+    column = replace(response("x"), metadata={"completions": {"x": 0.25}})
+    assert open_one(names_a_column, columns={"completions"}).step([column]) == [Score(0.25, False)]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda completions: 0.5, r"it returned 0\.5; return a list with a reward or None for each of the 2 responses"),
+        (lambda completions: [0.5], "it returned 1 rewards for 2 responses; return one for each, None where it"),
+        (lambda completions: [0.5, "x"], "it returned 'x' for the response '5'; return a finite number"),
+        (lambda completions: 1 / 0, r"ZeroDivisionError: division by zero, at .*test_custom\.py:"),
+        (lambda completions, log_extra: log_extra("a", [1]), r"log_extra\('a', \.\.\.\) got 1 values for 2 responses"),
+        (lambda completions, log_metric: log_metric("a", "b"), r"log_metric\('a', 'b'\); give a finite number"),
+        (lambda completions, trainer_state: trainer_state.max_steps, r"trainer_state\.max_steps does not exist here"),
+    ],
+)
+def test_what_a_function_of_a_batch_does_wrong_is_told_in_one_line(function, message):
+    with pytest.raises(UserCodeError, match=message) as raised:
+        scores(function)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda completion, **kwargs: 0.0, "unknown parameter completion; did you mean completions?"),
+        (lambda prompt, completions: [0.0], "unknown parameter prompt; did you mean prompts?"),
+        (lambda completions, solution: [0.0], "unknown parameter solution; .* arguments are prompts, completions"),
+    ],
+)
+def test_a_parameter_of_the_other_kind_of_function_is_told_with_the_nearest_name(function, message):
+    with pytest.raises(UserCodeError, match=message):
+        open_one(function)
+
+
+@pytest.mark.processes
+def test_one_worker_process_gets_the_whole_batch_and_a_late_or_dead_one_leaves_all_of_it_without_a_score():
+    def reward(completions, **kwargs):
+        if "late" in completions:
+            time.sleep(600)
+        return [float(len(completions)), float(os.getpid())]
+
+    environment = open_one(reward, num_workers=4, timeout_s=0.5)
+    try:
+        first, second = (environment.step([response("4"), response("5")]) for _ in range(2))
+        assert first == second and first[0] == Score(2.0, True)
+        assert environment.step([response("late"), response("5")]) == [Unscored("timed_out")] * 2
+    finally:
+        environment.close()

@@ -277,13 +277,17 @@ def test_pass_at_k_is_the_share_of_subsets_of_k_responses_with_a_correct_one(gro
         assert pass_at_k(counts, [group_size] * len(counts), k) == pytest.approx(sum(shares) / len(shares))
 
 
-def test_each_part_of_a_reward_is_reported_over_the_rollouts_that_have_it():
+def test_parts_of_a_reward_and_numbers_that_it_logged_are_reported_over_the_rollouts_that_have_them():
     batch = make_batch()
     parts = [{"form": 1.0, "right": 0.0}, {"form": 0.5, "right": 1.0}, {"right": 0.5}, {}, {}, {}]
-    rollouts = [replace(rollout, reward_parts=each) for rollout, each in zip(batch.rollouts, parts, strict=True)]
+    extra = [{"length": 3, "said": "x"}, {"length": 6.0}, {}, {}, {}, {}]
+    rollouts = [
+        replace(rollout, reward_parts=part, reward_extra=other)
+        for rollout, part, other in zip(batch.rollouts, parts, extra, strict=True)
+    ]
     metrics = rollout_metrics(RolloutBatch(rollouts=tuple(rollouts), group_size=2))
-    found = {name: metrics[name] for name in metrics if name.startswith("reward_part/")}
-    assert found == {"reward_part/form": 0.75, "reward_part/right": 0.5}
+    found = {name: metrics[name] for name in metrics if name.startswith(("reward_part/", "reward_extra/"))}
+    assert found == {"reward_part/form": 0.75, "reward_part/right": 0.5, "reward_extra/length": 4.5}
 
 
 @given(st.lists(st.lists(st.sampled_from(["1", "2", None]), min_size=4, max_size=6), min_size=1, max_size=3), st.data())
