@@ -21,40 +21,46 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+type Source = str | Path | Mapping[str, Any]
+type Changes = Sequence[str] | Mapping[str, Any]
+
 # Imports are inside the functions so that `--help` of a launch script does not wait for torch.
 
 
-def load_grpo_config(path: str | Path, overrides: Sequence[str] = ()) -> GrpoConfig:
+def load_grpo_config(source: Source, overrides: Changes = ()) -> GrpoConfig:
     """Load, check and convert the configuration of a GRPO run.
 
     Args:
-        path: A YAML file such as examples/configs/grpo_math_1B.yaml.
-        overrides: Hydra overrides, applied in order.
+        source: A YAML file such as examples/configs/grpo_math_1B.yaml, or a dictionary with the sections of one. The
+            dictionary's `defaults` names files to start from, relative to the working directory, or configurations that
+            the package brings.
+        overrides: Hydra overrides, applied in order; or a dictionary from dotted keys to values, each of which replaces
+            the whole value of its key.
 
     Raises:
         ConfigError: The configuration is wrong; its one line says how to correct it.
     """
-    return _load("grpo", path, overrides)
+    return _load("grpo", source, overrides)
 
 
-def load_distillation_config(path: str | Path, overrides: Sequence[str] = ()) -> DistillationConfig:
+def load_distillation_config(source: Source, overrides: Changes = ()) -> DistillationConfig:
     """Load the configuration of on-policy distillation; arguments and errors as in `load_grpo_config`."""
-    return _load("distillation", path, overrides)
+    return _load("distillation", source, overrides)
 
 
-def load_sft_config(path: str | Path, overrides: Sequence[str] = ()) -> SftConfig:
+def load_sft_config(source: Source, overrides: Changes = ()) -> SftConfig:
     """Load the configuration of an SFT run; arguments and errors as in `load_grpo_config`."""
-    return _load("sft", path, overrides)
+    return _load("sft", source, overrides)
 
 
-def load_dpo_config(path: str | Path, overrides: Sequence[str] = ()) -> DpoConfig:
+def load_dpo_config(source: Source, overrides: Changes = ()) -> DpoConfig:
     """Load the configuration of a DPO run; arguments and errors as in `load_grpo_config`."""
-    return _load("dpo", path, overrides)
+    return _load("dpo", source, overrides)
 
 
-def load_eval_config(path: str | Path, overrides: Sequence[str] = ()) -> EvalConfig:
+def load_eval_config(source: Source, overrides: Changes = ()) -> EvalConfig:
     """Load the configuration of an evaluation; arguments and errors as in `load_grpo_config`."""
-    return _load("eval", path, overrides)
+    return _load("eval", source, overrides)
 
 
 def load_for_planning(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, RuleSet[Any]]:
@@ -80,16 +86,16 @@ def load_for_planning(path: str | Path, overrides: Sequence[str] = ()) -> tuple[
     return validate_keys(_resolve(algorithm, path, overrides), algorithm.keys), algorithm.rules
 
 
-def _load(name: str, path: str | Path, overrides: Sequence[str]) -> Any:
+def _load(name: str, source: Source, overrides: Changes) -> Any:
     from nemo_offload_rl.config.algorithms import ALGORITHMS
 
     algorithm = ALGORITHMS[name]
-    resolved = _resolve(algorithm, path, overrides)
+    resolved = _resolve(algorithm, source, overrides)
     return algorithm.convert(algorithm.check(resolved), resolved)
 
 
-def _resolve(algorithm: Algorithm, path: str | Path, overrides: Sequence[str]) -> Mapping[str, Any]:
-    """Read a file with defaults and overrides, in this package's keys, as plain dictionaries with whole paths."""
+def _resolve(algorithm: Algorithm, source: Source, overrides: Changes) -> Mapping[str, Any]:
+    """Read a file or a dictionary with defaults and overrides, in this package's keys, with whole paths."""
     from nemo_offload_rl.config.algorithms import ALGORITHMS
     from nemo_offload_rl.config.nemo_rl import is_nemo_rl
     from nemo_offload_rl.config.validate import missing_key_message
@@ -101,7 +107,8 @@ def _resolve(algorithm: Algorithm, path: str | Path, overrides: Sequence[str]) -
         if algorithm.name in keys and not is_nemo_rl(keys):
             fill_defaults(algorithm.keys, keys)
 
-    raw = load_config(path, overrides, partial(missing_key_message, algorithm.keys), fill)
+    path = "the dictionary" if isinstance(source, Mapping) else source
+    raw = load_config(source, overrides, partial(missing_key_message, algorithm.keys), fill)
     if is_nemo_rl(raw):
         from nemo_offload_rl.migrate import migrate
 

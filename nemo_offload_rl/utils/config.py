@@ -16,7 +16,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, cast
@@ -47,16 +47,16 @@ type MissingKeyMessage = Callable[[dict[str, Any], str, Any], str]
 
 
 def load_config(
-    path: str | Path,
-    overrides: Sequence[str] = (),
+    source: str | Path | Mapping[str, Any],
+    overrides: Sequence[str] | Mapping[str, Any] = (),
     missing: MissingKeyMessage | None = None,
     fill: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
     """Read, inherit, override and resolve.
 
     Args:
-        path: The YAML file.
-        overrides: Hydra overrides, applied in order.
+        source: The YAML file, or a dictionary of its sections, whose `defaults` are relative to the working directory.
+        overrides: Hydra overrides, applied in order; or values by dotted key, which replace the present ones.
         missing: Makes the message for an override of a missing key; None knows the keys of the file alone.
         fill: Sets keys that are left out, in nested dictionaries with unresolved interpolations; before the overrides,
             which may change them, and after, where an override has made a section.
@@ -68,8 +68,12 @@ def load_config(
         ConfigError: The file, an override or an interpolation is wrong.
     """
     _register_resolvers()
-    file = _load_with_defaults(Path(path), seen=())
+    file = _from_mapping(source) if isinstance(source, Mapping) else _load_with_defaults(Path(source), seen=())
     config = _filled(file, fill)
+    if isinstance(overrides, Mapping):
+        for key, value in overrides.items():
+            _set(config, key, value)
+        overrides = ()
     for text in overrides:
         _apply_override(config, text, missing, file)
     config = _filled(config, fill)
@@ -232,7 +236,32 @@ def _load_with_defaults(path: Path, seen: tuple[Path, ...]) -> DictConfig:
     if resolved_path in seen:
         chain = " -> ".join(p.name for p in (*seen, resolved_path))
         raise ConfigError(f"{path}: `defaults` go in a circle ({chain}); remove one of them")
-    own = _read_yaml(path)
+    return _with_defaults(_read_yaml(path), path, (*seen, resolved_path))
+
+
+def _from_mapping(source: Mapping[str, Any]) -> DictConfig:
+    try:
+        config = OmegaConf.create(_plain(source))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"the dictionary is no configuration: {first_line(error)}") from error
+    assert isinstance(config, DictConfig)
+    return _with_defaults(config, Path("the dictionary"), ())
+
+
+def _plain(value: Any) -> Any:
+    """A value from Python code, with the types that a YAML file has."""
+    match value:
+        case Mapping():
+            return {key: _plain(inside) for key, inside in value.items()}
+        case list() | tuple():
+            return [_plain(inside) for inside in value]
+        case Path():
+            return str(value)
+        case _:
+            return value
+
+
+def _with_defaults(own: DictConfig, path: Path, seen: tuple[Path, ...]) -> DictConfig:
     parents = own.pop("defaults", None)
     if parents is None:
         parents = []
@@ -245,7 +274,7 @@ def _load_with_defaults(path: Path, seen: tuple[Path, ...]) -> DictConfig:
         parent = path.parent / name
         if not parent.exists() and Path(name).name == name and (EXEMPLARS / name).is_file():
             parent = EXEMPLARS / name
-        config = _merge(config, _load_with_defaults(parent, (*seen, resolved_path)))
+        config = _merge(config, _load_with_defaults(parent, seen))
     return _merge(config, own)
 
 
@@ -323,6 +352,15 @@ def _apply_override(config: DictConfig, text: str, missing: MissingKeyMessage | 
         OmegaConf.update(config, key, value, merge=True, force_add=True)
     except (OmegaConfBaseException, TypeError, ValueError) as error:
         raise ConfigError(f"override {text!r} cannot be applied: {first_line(error)}") from error
+
+
+def _set(config: DictConfig, key: str, value: Any) -> None:
+    """Replace the value of a dotted key, or add the key."""
+    _require_section(config, key)
+    try:
+        OmegaConf.update(config, key, _plain(value), merge=False, force_add=True)
+    except (OmegaConfBaseException, TypeError, ValueError) as error:
+        raise ConfigError(f"{key} cannot be set to {value!r}: {first_line(error)}") from error
 
 
 def _parse_override(text: str, config: DictConfig) -> Override:

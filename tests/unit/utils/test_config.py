@@ -56,6 +56,28 @@ def message(path: Path, *overrides: str) -> str:
 # ---------------------------------------------------------------- files
 
 
+def test_a_dictionary_is_what_its_file_is(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    sections = yaml.safe_load(small.read_text().replace("1e-8", "1.0e-8"))
+    assert load_config(sections) == load_config(small)
+    changed = load_config({"defaults": "small.yaml", "policy": {"batch": 8}, "logger": {"folder": tmp_path}})
+    assert changed["policy"] == {**load_config(small)["policy"], "batch": 8, "tokens": 4096}
+    assert changed["logger"] == {"wandb": {"project": "p"}, "folder": str(tmp_path)}
+    with pytest.raises(ConfigError, match=r"^the dictionary is no configuration: "):
+        load_config({"policy": {"batch": object()}})
+
+
+def test_changes_are_values_that_replace_those_of_their_keys(small: Path) -> None:
+    changed = load_config(small, {"policy.batch": 2, "policy.betas": (0.5,), "logger.wandb": {"name": "a=b, c"}})
+    assert changed["policy"]["tokens"] == 1024
+    assert changed["policy"]["betas"] == [0.5]
+    assert changed["logger"]["wandb"] == {"name": "a=b, c"}
+    with pytest.raises(ConfigError, match=r"^policy\.batch\.size: policy\.batch is the value 4"):
+        load_config(small, {"policy.batch.size": 1})
+    with pytest.raises(ConfigError, match=r"^policy\.batch cannot be set to <object"):
+        load_config(small, {"policy.batch": object()})
+
+
 def test_a_bare_exponent_is_a_float_in_yaml_and_on_the_command_line(small: Path) -> None:
     assert load_config(small)["policy"]["lr"] == 1e-8
     assert load_config(small, ["policy.lr=2e-6"])["policy"]["lr"] == 2e-6
