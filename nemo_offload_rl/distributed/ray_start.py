@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import socket
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,22 +14,25 @@ from typing import Any
 import psutil
 import ray
 
+from nemo_offload_rl.distributed.preflight import (
+    CPU_OBJECT_STORE_BYTES,
+    TOKEN_FILE,
+    check_environment,
+    chosen_folder,
+    cluster_address,
+    connection_error,
+    session_folder,
+)
 from nemo_offload_rl.errors import ConfigError, WorkerDiedError, first_line
 from nemo_offload_rl.keys.run import ClusterConfig
 from nemo_offload_rl.memory.ray_memory import as_started_here
-from nemo_offload_rl.utils.sockets import short_folder
 
 logger = logging.getLogger(__name__)
 
-_CPU_OBJECT_STORE_BYTES = 256 * 2**20
-_ANSWER_TIMEOUT_S = 10.0
 _CHECK_PERIOD_S = 1.0  # for processes of this host; a GCS on another host is checked less often
 _GCS_CHECK_PERIOD_S = 10.0
 _GCS_TIMEOUT_S = 2.0
-_TOKEN_FILE = Path(".ray/auth_token")  # below the home folder
 _TOKEN_BYTES = 32
-# Longest path that Ray appends to the folder of its sessions.
-_LONGEST_SOCKET = "ray/session_2026-11-27_12-24-53_296993_4194304/sockets/plasma_store.1"
 
 
 class Daemons:
@@ -88,7 +91,7 @@ class Daemons:
 
 
 def start_ray(settings: ClusterConfig, log_to_driver: bool) -> list[psutil.Process]:
-    """Join the cluster of RAY_ADDRESS, or start Ray on this machine.
+    """Check the environment; then join the cluster of RAY_ADDRESS, or start Ray on this machine.
 
     Args:
         settings: The run's cluster settings.
@@ -98,8 +101,9 @@ def start_ray(settings: ClusterConfig, log_to_driver: bool) -> list[psutil.Proce
         The started processes.
 
     Raises:
-        ConfigError: There is no cluster at RAY_ADDRESS, or Ray does not start here.
+        ConfigError: The environment, RAY_ADDRESS among it, prevents a start, or Ray does not start here.
     """
+    check_environment(settings)
     # Ray's hook for `uv run` would build a new environment for every worker.
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
     # Ray 2.60 announces a change of this default; workers without GPUs must not see any.
@@ -107,32 +111,52 @@ def start_ray(settings: ClusterConfig, log_to_driver: bool) -> list[psutil.Proce
     # This logger reports at every start that the local cluster is protected by a token.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     common: dict[str, Any] = {"log_to_driver": log_to_driver, "logging_level": logging.WARNING}
-    if "RAY_ADDRESS" in os.environ:
-        _join(os.environ["RAY_ADDRESS"], common)
+    address = cluster_address()
+    if address is not None:
+        _join(address, common)
         return []
     if settings.device_type == "cpu":
-        common |= {"object_store_memory": _CPU_OBJECT_STORE_BYTES, "num_gpus": 0}
+        common |= {"object_store_memory": CPU_OBJECT_STORE_BYTES, "num_gpus": 0}
     os.environ.update(as_started_here())
     # Ray would serve metrics to everybody on all interfaces; nobody knows the port of a cluster that ends with its run.
     os.environ.setdefault("RAY_enable_metrics_collection", "0")
-    others = set(psutil.Process().children())
+    _write_token()
     try:
-        _write_token()
-        folder = _temp_folder()
+        return _start_here(common)
+    except (OSError, ValueError, TypeError) as error:
+        raise _not_started(error) from error
+    except Exception as error:  # Ray raises plain ones if its processes are slow
+        logger.warning("Ray did not start, and is started once more: %s", " ".join(str(error).split()))
+    try:
+        return _start_here(common)
+    except Exception as error:
+        raise _not_started(error) from error
+
+
+def _start_here(options: Mapping[str, Any]) -> list[psutil.Process]:
+    """Start Ray on this machine; if that fails, none of its processes is left."""
+    others = set(psutil.Process().children())
+    # None is Ray's default, which its other tools know too.
+    folder = f"{session_folder()}/ray" if session_folder() != chosen_folder()[1] else None
+    try:
         # "local" never joins another user's cluster on this machine.
-        ray.init(address="local", include_dashboard=False, _temp_dir=folder, **common)
-    except Exception as error:  # Ray raises plain ones
+        ray.init(address="local", include_dashboard=False, _temp_dir=folder, **options)
+    except BaseException:
         for process in set(psutil.Process().children()) - others:
             process.kill()
-        raise ConfigError(
-            f"Ray does not start on this machine: {' '.join(str(error).split())}. If the machine is overloaded, try "
-            "again; its logs are below RAY_TMPDIR, TMPDIR or /tmp, in ray/session_latest/logs"
-        ) from error
+        ray.shutdown()
+        raise
     return [child for child in psutil.Process().children() if child not in others]
 
 
+def _not_started(error: Exception) -> ConfigError:
+    return ConfigError(
+        f"Ray does not start on this machine: {' '.join(str(error).split())}. If the machine is overloaded, try again; "
+        f"Ray's logs are in {session_folder()}/ray/session_latest/logs"
+    )
+
+
 def _join(address: str, common: dict[str, Any]) -> None:
-    _check_answers(address)
     try:
         ray.init(address="auto", **common)
     except ConnectionError as error:
@@ -142,30 +166,11 @@ def _join(address: str, common: dict[str, Any]) -> None:
         ) from error
 
 
-def _check_answers(address: str) -> None:
-    """Refuse an address where nothing listens; Ray itself would try for minutes."""
-    host, _, port = address.rpartition(":")
-    if not port.isdigit():
-        return  # such as "auto", which Ray looks up
-    if (error := _connection_error(host, int(port), _ANSWER_TIMEOUT_S)) is not None:
-        raise ConfigError(
-            f"no Ray cluster answers at RAY_ADDRESS={address} ({error.strerror or error}); start it, or unset "
-            "RAY_ADDRESS to use this machine"
-        ) from error
-
-
-def _connection_error(host: str, port: int, timeout_s: float) -> OSError | None:
-    """Try to connect; return the error, None if something listens."""
-    try:
-        socket.create_connection((host, port), timeout=timeout_s).close()
-    except OSError as error:
-        return error
-    return None
-
-
 def _write_token() -> None:
     """Create the token of local clusters before Ray does, because every user could read Ray's file."""
-    path = Path.home() / _TOKEN_FILE
+    if os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
+        return
+    path = Path.home() / TOKEN_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         mine = path.with_name(f"{path.name}.{os.getpid()}")
@@ -176,16 +181,6 @@ def _write_token() -> None:
         mine.unlink()
     if path.stat().st_mode & 0o077 and path.stat().st_uid == os.getuid():
         path.chmod(0o600)
-
-
-def _temp_folder() -> str | None:
-    """Choose a folder for Ray's sessions whose socket paths are short enough; None for Ray's default folder."""
-    chosen = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
-    folder = short_folder(chosen, _LONGEST_SOCKET)
-    if folder == chosen:
-        return None
-    logger.info("Ray's files are in %s/ray: paths of sockets in %s would be too long", folder, chosen)
-    return f"{folder}/ray"
 
 
 def _is_agent(process: psutil.Process) -> bool:
@@ -206,5 +201,5 @@ def _runs(process: psutil.Process) -> bool:
 def _listens(address: str) -> bool:
     """Return False only if the connection to an address is refused; a slow host counts as listening."""
     host, _, port = address.rpartition(":")
-    error = _connection_error(host.strip("[]"), int(port), _GCS_TIMEOUT_S)
+    error = connection_error(host, int(port), _GCS_TIMEOUT_S)
     return not isinstance(error, ConnectionRefusedError)

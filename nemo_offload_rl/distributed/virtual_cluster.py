@@ -31,11 +31,12 @@ from ray.exceptions import GetTimeoutError, RaySystemError, TaskUnschedulableErr
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from nemo_offload_rl.distributed.preflight import refuse_expandable_segments
 from nemo_offload_rl.distributed.ray_start import Daemons, start_ray
 from nemo_offload_rl.distributed.watch import Workers
 from nemo_offload_rl.errors import ConfigError, UserError, WorkerDiedError
 from nemo_offload_rl.keys.run import ClusterConfig
-from nemo_offload_rl.utils.cli import EXIT_USER_ERROR, STOP_SIGNALS
+from nemo_offload_rl.utils.cli import EXIT_USER_ERROR, STOP_SIGNALS, stop_signals_blocked
 from nemo_offload_rl.utils.liveness import dump_stacks_on_signal
 
 logger = logging.getLogger(__name__)
@@ -184,14 +185,14 @@ def cluster_session(
         ConfigError: The cluster has fewer devices than requested, or the environment asks for expandable segments.
     """
     if settings.device_type == "cuda":
-        _refuse_expandable_segments()
+        refuse_expandable_segments()
     dump_stacks_on_signal()  # else the signal that asks workers for their stacks would end this process
     started_here = not ray.is_initialized()
     cluster: VirtualCluster | None = None
     started: list[psutil.Process] = []
     try:
         if started_here:
-            with _stop_signals_blocked():  # children inherit the signal mask
+            with stop_signals_blocked():  # children inherit the signal mask
                 started = start_ray(settings, log_to_driver)
         # After ray.init, which installs a handler that aborts the driver.
         with _signals_as_exit():
@@ -219,25 +220,6 @@ def _answer_of_host(task: Any) -> Any:
         raise WorkerDiedError(
             f"a host of the Ray cluster does not answer: {' '.join(str(error).split())}; see `ray status`"
         ) from error
-
-
-def _refuse_expandable_segments() -> None:
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        if name in os.environ and "expandable_segments:true" in os.environ[name].lower():
-            raise ConfigError(
-                f"{name}={os.environ[name]}, but expandable segments break the memory pool of vLLM's sleep mode and "
-                "cannot be shared with the engine for a refit; unset it"
-            )
-
-
-@contextmanager
-def _stop_signals_blocked() -> Iterator[None]:
-    """Delay `STOP_SIGNALS` to the end of the block; processes and threads made in it never get them."""
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
 @contextmanager

@@ -151,6 +151,10 @@ def test_a_host_that_dies_is_an_error_of_its_worker(two_nodes):
 def test_a_ray_that_does_not_start_is_one_line(two_nodes, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS")
     monkeypatch.setenv("RAY_TMPDIR", "/proc/none")
+    with pytest.raises(ConfigError, match=r"^/proc/none/ray cannot be written: .*set RAY_TMPDIR to a short path"):
+        start_ray(cpu_cluster(1), log_to_driver=False)
+    monkeypatch.delenv("RAY_TMPDIR")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/proc/none")  # a file without a token
     with pytest.raises(ConfigError, match=r"^Ray does not start on this machine: .*/proc/none") as raised:
         start_ray(cpu_cluster(1), log_to_driver=False)
     assert "\n" not in str(raised.value)

@@ -1,0 +1,96 @@
+"""What is wrong with a machine is told before Ray starts, in one line each."""
+
+from __future__ import annotations
+
+import re
+import resource
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from echo_workers import cpu_cluster
+
+from nemo_offload_rl.distributed.preflight import check_environment, cluster_address, session_folder
+from nemo_offload_rl.errors import ConfigError
+
+CPU = cpu_cluster(1)
+
+
+def refusal(environment: Mapping[str, str]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_environment(CPU, environment)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("environment", [{}, {"RAY_ADDRESS": ""}, {"RAY_ADDRESS": "local"}])
+def test_without_an_address_ray_starts_here(environment: dict[str, str]) -> None:
+    assert cluster_address(environment) is None
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        (
+            "ray://head:10001",
+            "is Ray Client's, .*RAY_ADDRESS=head:6379, or .* `ray job submit --address http://head:8265`",
+        ),
+        ("https://head:8265/x", "is the dashboard's; .*RAY_ADDRESS=head:6379"),
+        ("redis://head:6379", "is not a cluster's; "),
+        ("head", "has no port; write HOST:PORT"),
+        ("head:99999", "has no port; write HOST:PORT"),
+    ],
+)
+def test_an_address_of_another_kind_is_refused_with_what_to_use(address: str, words: str) -> None:
+    assert re.match(f"RAY_ADDRESS={re.escape(address)} {words}", refusal({"RAY_ADDRESS": address}))
+
+
+def test_an_address_where_something_listens_passes() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        check_environment(CPU, {"RAY_ADDRESS": address})
+    assert "no Ray cluster answers at RAY_ADDRESS=" in refusal({"RAY_ADDRESS": address})
+
+
+def test_folders_that_cannot_be_written_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    assert refusal({"TMPDIR": "/proc/none"}).startswith("/proc/none/ray cannot be written: ")
+    monkeypatch.setenv("HOME", str(file))
+    assert refusal({}).startswith(f"{file}/.ray cannot be written: ")
+    check_environment(CPU, {"RAY_AUTH_TOKEN_PATH": str(file)})
+
+
+def test_sockets_move_to_a_short_path() -> None:
+    assert session_folder({"TMPDIR": "/var/tmp"}) == "/var/tmp"
+    assert session_folder({"RAY_TMPDIR": "/x" * 40, "TMPDIR": "/var/tmp"}) == "/tmp"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "is_known"),
+    [
+        ("GLOO_SOCKET_IFNAME", "lo", True),
+        ("GLOO_SOCKET_IFNAME", "l", False),
+        ("NCCL_SOCKET_IFNAME", "l", True),  # names are prefixes there
+        ("NCCL_SOCKET_IFNAME", "=l", False),
+        ("NCCL_SOCKET_IFNAME", "nowhere0", False),
+        ("NCCL_SOCKET_IFNAME", "^nowhere0", True),
+    ],
+)
+def test_a_network_interface_that_is_not_there_is_refused(name: str, value: str, is_known: bool) -> None:
+    if is_known:
+        check_environment(CPU, {name: value})
+    else:
+        assert refusal({name: value}).startswith(f"{name}={value} is no network interface of this machine, which has ")
+
+
+def test_what_may_fail_later_is_a_warning(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_environment(CPU, {"http_proxy": "http://proxy:1", "no_proxy": "example.org, 127.0.0.1"})
+    before = len(caplog.messages)
+    limits = {resource.RLIMIT_NOFILE: 1024, resource.RLIMIT_NPROC: resource.RLIM_INFINITY}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits[kind], limits[kind]))
+    check_environment(CPU, {"HTTPS_PROXY": "http://proxy:1", "no_proxy": "example.org"})
+    proxy, files = caplog.messages[before : before + 2]
+    assert proxy.startswith("HTTPS_PROXY is set and no_proxy does not name 127.0.0.1, ")
+    assert files.startswith("this process may open 1024 files (ulimit -Hn), ")
