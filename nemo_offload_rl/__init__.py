@@ -27,6 +27,7 @@ if _TYPE_CHECKING:
         load_grpo_config,
         load_sft_config,
     )
+    from nemo_offload_rl.runs.result import RunResult
     from nemo_offload_rl.runs.rollouts import run_grpo
     from nemo_offload_rl.runs.supervised import run_dpo, run_sft
     from nemo_offload_rl.utils.metric_sinks import MetricSink
@@ -37,6 +38,7 @@ _MODULES = {
     "run_dpo": "runs.supervised",
     "run_distillation": "runs.distillation",
     "run_eval": "runs.evaluation",
+    "RunResult": "runs.result",
     "load_grpo_config": "runs.loading",
     "load_sft_config": "runs.loading",
     "load_dpo_config": "runs.loading",
@@ -63,7 +65,7 @@ _MODULES = {
 }
 
 __all__ = [
-    "run_grpo", "run_sft", "run_dpo", "run_distillation", "run_eval",
+    "run_grpo", "run_sft", "run_dpo", "run_distillation", "run_eval", "RunResult",
     "load_grpo_config", "load_sft_config", "load_dpo_config", "load_distillation_config", "load_eval_config",
     "Environment", "Response", "Turn", "Score", "Unscored", "Observation", "AgentTask", "run_python", "SandboxResult",
     "TrainBatch", "PolicyGradientBatch", "PreferenceBatch", "LossNorm", "token_mean_share", "sequence_mean_share",

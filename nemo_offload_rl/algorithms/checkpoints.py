@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 PROGRESS_FILE = "progress.json"
 FORMAT = "nemo_offload_rl checkpoint 1"
 _OWN_CHECKSUM = "checksum"
-_EXPORT = "hf"
+EXPORT_FOLDER = "hf"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class CheckpointKeeper:
     def __init__(self, settings: CheckpointingConfig, algorithm: str = "", identity: Identity | None = None) -> None:
         self.settings = settings
         self.identity: Identity = identity or {}
-        self._algorithm = algorithm
+        self.algorithm = algorithm
         self._folder = Path(settings.checkpoint_dir).absolute()
         self._pending: _Pending | None = None
         self._lock: FolderLock | None = None
@@ -186,7 +186,7 @@ class CheckpointKeeper:
             "has_optimizer": settings.save_optimizer,
             "loader": loader,
             "total_tokens": metrics["train"]["total_tokens"],
-            "algorithm": self._algorithm,
+            "algorithm": self.algorithm,
             "identity": self.identity,
         }
         partial = partial_of(target)
@@ -195,7 +195,7 @@ class CheckpointKeeper:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             if self.exports_weights:
-                checksums = _below(_EXPORT, policy.export_hf(partial / _EXPORT))
+                checksums = _below(EXPORT_FOLDER, policy.export_hf(partial / EXPORT_FOLDER))
             if settings.save_optimizer:
                 policy.start_save(partial / "policy", in_background=settings.async_save)
         except (OSError, CheckpointError) as error:
@@ -257,9 +257,9 @@ class CheckpointKeeper:
         older = self._continuable(before=steps[-1])
         fallback = self._fallback(older[0] if older else None)
         checkpoint = _read_record(self._folder / f"step_{steps[-1]}", fallback)
-        if checkpoint.algorithm and checkpoint.algorithm != self._algorithm:
+        if checkpoint.algorithm and checkpoint.algorithm != self.algorithm:
             raise CheckpointError(
-                f"{checkpoint.folder} is a checkpoint of {checkpoint.algorithm}, which {self._algorithm} cannot "
+                f"{checkpoint.folder} is a checkpoint of {checkpoint.algorithm}, which {self.algorithm} cannot "
                 "continue; use another checkpointing.checkpoint_dir. To begin with its model, set policy.model_name to "
                 "its folder hf"
             )
@@ -317,7 +317,7 @@ class CheckpointKeeper:
         """Raise `CheckpointError` for a damaged file that a resume reads, and warn of other damaged files."""
         for name, fault in damage.items():
             path = checkpoint.folder / name
-            if checkpoint.has_optimizer and Path(name).parts[0] == _EXPORT:
+            if checkpoint.has_optimizer and Path(name).parts[0] == EXPORT_FOLDER:
                 logger.warning(
                     "%s %s: do not use this folder; the run goes on from policy/, which is sound", path, fault
                 )
@@ -408,7 +408,7 @@ def _below(folder: str, checksums: Mapping[str, str]) -> dict[str, str]:
 
 def _read_at_resume(checkpoint: Checkpoint) -> dict[str, str]:
     """Select the checksums of the files that a resume reads."""
-    return {name: checksum for name, checksum in checkpoint.checksums.items() if Path(name).parts[0] != _EXPORT}
+    return {name: checksum for name, checksum in checkpoint.checksums.items() if Path(name).parts[0] != EXPORT_FOLDER}
 
 
 def _write_record(folder: Path, record: Mapping[str, Any], checksums: Mapping[str, str]) -> None:

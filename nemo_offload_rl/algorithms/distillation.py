@@ -55,7 +55,7 @@ class DistillationTrainer:
             parts,
             section="distillation",
             bring=parts.policy.prepare_for_teacher,
-            shown={"loss": "loss", "reward": "reward_mean"},
+            shown=("loss", "reward", "accuracy", "length", "cut off"),
             trains_on_rewards=False,
         )
 

@@ -134,7 +134,8 @@ class DpoRecipe:
         return dict(means)
 
     def figures(self, metrics: Mapping[str, float]) -> dict[str, str]:
-        return {"loss": f"{metrics['loss']:.4f}", "accuracy": f"{metrics['accuracy']:.1%}"}
+        margin = f"{metrics['rewards_margin_mean']:.3f}"
+        return {"loss": f"{metrics['loss']:.4f}", "accuracy": f"{metrics['accuracy']:.1%}", "margin": margin}
 
     def sample_lines(self, num_samples: int) -> Iterator[str]:
         for pair in (self._pairs.validation or self._pairs.train)[:num_samples]:

@@ -80,7 +80,7 @@ class GrpoTrainer:
             parts,
             section="grpo",
             bring=parts.policy.prepare_for_lp_inference,
-            shown={"reward": "reward_mean"},
+            shown=("reward", "accuracy", "length", "cut off", *(("KL",) if loss.reference_policy_kl_penalty else ())),
         )
         self._ahead = RolloutsAhead(settings, parts, self._loop) if settings.is_async else None
         self._clipped = ClippedPGLoss(loss)

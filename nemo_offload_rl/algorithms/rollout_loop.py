@@ -31,6 +31,15 @@ _REASONS = {
     "no_reward": "no reward applies to it (all are None); correct the rewards of env.NAME, or the data",
 }
 
+# What the user sees of a step or a validation: metric and format, by label.
+_FIGURES = {
+    "loss": ("loss", ".4f"),
+    "reward": ("reward_mean", ".3f"),
+    "accuracy": ("accuracy", ".1%"),
+    "length": ("mean_response_tokens", ".1f"),
+    "cut off": ("truncation_rate", ".1%"),
+    "KL": ("kl", ".4f"),
+}
 _ROLLOUT_PHASES = ("generation", "exposed_generation", "reward", "validation")
 
 
@@ -43,7 +52,7 @@ class RolloutLoop:
         parts: See `RolloutParts`.
         section: The algorithm's section of the configuration.
         bring: Moves the policy into its first phase of the step, once the engine sleeps.
-        shown: Metrics of a step that the user is shown, by label.
+        shown: What the user sees of a step: labels of `_FIGURES`.
         trains_on_rewards: Rollouts without a score are not trained on.
 
     Attributes:
@@ -61,7 +70,7 @@ class RolloutLoop:
         *,
         section: str,
         bring: Callable[[], object],
-        shown: Mapping[str, str],
+        shown: Sequence[str],
         trains_on_rewards: bool = True,
     ) -> None:
         self._settings = settings
@@ -86,6 +95,7 @@ class RolloutLoop:
         self._last_validation: Mapping[str, float] | None = None  # of the last step; {} if it had none
         self._about_data = overlong_metrics(parts.overlong_rows)  # logged with the first step
         parts.memory.follow(self.timer.current)
+        parts.progress.follow(self.timer.current)
         self.end = RunEnd(
             parts.checkpoints,
             parts.policy,
@@ -206,8 +216,7 @@ class RolloutLoop:
             self._logger.log(step, self._parts.memory.drain(step + 1), "memory")
         self._logger.log(step, residency_metrics(self._parts.policy.residency_reports()), "residency")
         self._logger.commit()
-        figures = {shown: f"{about_step[name]:.3f}" for shown, name in self._shown.items() if name in about_step}
-        self._progress.step_done(step, figures | _accuracy(about_step), seconds)
+        self._progress.step_done(step, _figures(about_step, self._shown), seconds)
 
     # -- inside
 
@@ -222,7 +231,7 @@ class RolloutLoop:
         rollouts = RolloutBatch.concatenate(batches)
         metrics = validation_metrics(rollouts)
         self._logger.log(step, metrics, "validation")
-        self._progress.validated(step, _accuracy(metrics))
+        self._progress.validated(step, _figures(metrics, ["accuracy"]))
         samples = sample_lines(rollouts, self._parts.num_samples_to_print)
         self._logger.log_samples(step, samples)
         for line in samples:
@@ -241,6 +250,7 @@ class RolloutLoop:
             self.end.save(validation)
 
 
-def _accuracy(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Format the accuracy for display; {} if no rollout has a score."""
-    return {"accuracy": f"{metrics['accuracy']:.1%}"} if "accuracy" in metrics else {}
+def _figures(metrics: Mapping[str, float], labels: Sequence[str]) -> dict[str, str]:
+    """Format metrics for display; without a score there is no reward and no accuracy."""
+    named = {label: _FIGURES[label] for label in labels}
+    return {label: format(metrics[name], kind) for label, (name, kind) in named.items() if name in metrics}

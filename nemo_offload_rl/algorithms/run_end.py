@@ -1,4 +1,4 @@
-"""The end of a run: its causes, the last save, its last line and its exit status.
+"""The end of a run: its causes, the last save, its last lines and its exit status.
 
 A run ends after its last step, at `checkpointing.checkpoint_must_save_by`, by an error, or by one of `STOP_SIGNALS`.
 Every end completes a save that has begun. It also saves the last finished step, unless it is on disk already, a key
@@ -28,11 +28,12 @@ from queue import Empty, SimpleQueue
 from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
-from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper, SaveDeadline
+from nemo_offload_rl.algorithms.checkpoints import EXPORT_FOLDER, CheckpointKeeper, SaveDeadline
 from nemo_offload_rl.data.loader import LoaderState
 from nemo_offload_rl.errors import CheckpointError, UserError
 from nemo_offload_rl.policy.policy import Policy
-from nemo_offload_rl.utils.cli import STOP_SIGNALS, LastLine
+from nemo_offload_rl.utils.cli import STOP_SIGNALS, LastLines
+from nemo_offload_rl.utils.progress import aligned, shown_path
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +142,7 @@ class RunEnd:
     Args:
         checkpoints: Saves, by the keys `checkpointing.*`.
         policy: The policy to save.
-        run_dir: Folder of metrics, named in the last line.
+        run_dir: Folder of metrics, named in the last lines.
         say: Shows a line to the user.
         waits_for_rollouts: Tells whether the main thread generates or scores rollouts, which may be interrupted.
         make_room: Called before a save in the middle of a step. It waits for other threads. If the weights are
@@ -293,20 +294,20 @@ class RunEnd:
         except KeyboardInterrupt:
             trouble = "a second signal came"
         except UserError as failed:
-            failed.add_note(LastLine(self._last_line("the save failed", is_complete=False)))
+            failed.add_note(LastLines(self._last_lines("the save failed", is_complete=False)))
             raise
         is_complete = error is None and not self._is_stopping
-        line = self._last_line(trouble, is_complete=is_complete)
+        lines = self._last_lines(trouble, is_complete=is_complete)
         received = None if is_complete else self._signals.received
         is_stopped = self._signals.has_broken_off or error is None or isinstance(error, UserError | KeyboardInterrupt)
         if received is not None and is_stopped:
             if isinstance(error, UserError):
                 logger.warning("after %s: %s", received.name, error)
-            _raise_stopped(received, line, error)
+            _raise_stopped(received, lines, error)
         if error is None:
-            self._say(line)
+            self._say(f"the run is complete\n{lines}" if is_complete else lines)
         else:
-            error.add_note(LastLine(line))
+            error.add_note(LastLines(lines))
 
     def _save_what_is_left(self, error: BaseException | None) -> str | None:
         """Complete a save that has begun and save the last finished step; return the reason if one is not saved."""
@@ -332,27 +333,31 @@ class RunEnd:
             return str(failed)
         return problem
 
-    def _last_line(self, trouble: str | None, *, is_complete: bool) -> str:
+    def _last_lines(self, trouble: str | None, *, is_complete: bool) -> str:
+        """Say what is not saved, where everything is, and how to go on."""
         unsaved = self._unsaved
-        parts: list[str] = []
+        facts: dict[str, str] = {}
         if unsaved is not None:
             key = "checkpointing.save_at_end" if self._settings.enabled else "checkpointing.enabled"
             first = self._saved_step + 1
-            steps = f"step {first} is" if first == unsaved.step else f"steps {first} to {unsaved.step} are"
-            parts.append(f"{steps} not saved: {trouble or f'{key} is false'}")
+            steps = f"step {first}" if first == unsaved.step else f"steps {first} to {unsaved.step}"
+            facts["not saved"] = f"{steps}: {trouble or f'{key} is false'}"
         elif trouble is not None:
-            parts.append(trouble)
+            facts["not saved"] = trouble
         newest = self._checkpoints.newest_folder()
-        if newest is not None and (is_complete or not self._settings.save_optimizer):
-            parts.append(f"the last checkpoint is {newest}")
-        elif newest is not None:
-            parts.append(f"start the same command again to go on from {newest}")
-        parts.append(f"metrics are in {self._run_dir}")
-        parts.append(f"for a report, python -m nemo_offload_rl.report {self._run_dir}")
-        return "; ".join(parts)
+        if newest is not None:
+            facts["checkpoint"] = shown_path(newest)
+            if (newest / EXPORT_FOLDER).is_dir():
+                facts["hf export"] = shown_path(newest / EXPORT_FOLDER)
+        facts["logs"] = shown_path(self._run_dir)
+        facts["report"] = f"python -m nemo_offload_rl.report {shown_path(self._run_dir)}"
+        if newest is not None and self._settings.save_optimizer:
+            longer = f"raise {self._checkpoints.algorithm}.max_num_steps, then " if is_complete else ""
+            facts["go on"] = f"{longer}start the same command again"
+        return aligned(facts)
 
 
-def _raise_stopped(received: signal.Signals, line: str, cause: BaseException | None) -> NoReturn:
+def _raise_stopped(received: signal.Signals, lines: str, cause: BaseException | None) -> NoReturn:
     stopped = KeyboardInterrupt() if received is signal.SIGINT else SystemExit(128 + received)
-    stopped.add_note(LastLine(line))
+    stopped.add_note(LastLines(lines))
     raise stopped from cause

@@ -78,7 +78,7 @@ class SftRecipe:
         return {"loss": means["loss"], "perplexity": perplexity, "token_accuracy": means["token_accuracy"]}
 
     def figures(self, metrics: Mapping[str, float]) -> dict[str, str]:
-        return {"loss": f"{metrics['loss']:.4f}"}
+        return {"loss": f"{metrics['loss']:.4f}", "token accuracy": f"{metrics['token_accuracy']:.1%}"}
 
     def sample_lines(self, num_samples: int) -> Iterator[str]:
         for example in (self.examples.validation or self.examples.train)[:num_samples]:

@@ -130,6 +130,7 @@ class SupervisedTrainer:
         self._total_tokens = 0.0
         self._about_data = overlong_metrics(parts.recipe.overlong_rows)  # logged with the first step
         parts.memory.follow(self._timer.current)
+        progress.follow(self._timer.current)
         self._end = RunEnd(parts.checkpoints, parts.policy, run_logger.run_dir, say=progress.note)
 
     def run(self, last_step: int, resume_from: Checkpoint | None) -> None:

@@ -148,7 +148,7 @@ class PolicyWorker:
     def residency_plan(self) -> str:
         """Render the resolved plan as a table with the groups' sizes, and below it the use of host memory."""
         line = render_host_plan(self._host_need, self._backend.device.type, self._workers_per_host)
-        return f"{self.residency.plan.render(self._host_need.resolve().sizes)}\n{line}"
+        return f"{self.residency.plan.render(self._host_need.resolve().sizes)}\n{line.replace(' (of', '\n  (of')}"
 
     def residency_reports(self) -> list[TransitionReport]:
         """Return the transitions since the last call."""

@@ -10,13 +10,14 @@ from nemo_offload_rl.backends.hf.model_folder import read_model_config
 from nemo_offload_rl.data.tokenizer import load_tokenizer
 from nemo_offload_rl.errors import ConfigError, first_line
 from nemo_offload_rl.keys.run_configs import DistillationConfig
+from nemo_offload_rl.runs.result import RunResult, result_of
 from nemo_offload_rl.runs.rollouts import open_run
 
 logger = logging.getLogger(__name__)
 
 
-def run_distillation(config: DistillationConfig) -> None:
-    """Run on-policy distillation from a checked configuration.
+def run_distillation(config: DistillationConfig) -> RunResult:
+    """Run on-policy distillation from a checked configuration; result and interrupts as of `run_grpo`.
 
     Raises:
         UserError: The user can fix the cause, or a worker died.
@@ -27,6 +28,7 @@ def run_distillation(config: DistillationConfig) -> None:
     with open_run(config, teacher=config.teacher_worker) as (parts, last_step, resume_from):
         trainer = DistillationTrainer(config.distillation, config.loss_fn, config.policy.generation, parts)
         trainer.run(last_step, resume_from)
+    return result_of(parts.logger, parts.checkpoints)
 
 
 def check_vocabularies(config: DistillationConfig) -> None:

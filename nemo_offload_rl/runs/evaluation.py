@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import json
-import logging
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -32,14 +32,15 @@ from nemo_offload_rl.keys.generation import SamplingSettings
 from nemo_offload_rl.keys.run_configs import EvalConfig
 from nemo_offload_rl.protocols.engine import Completion
 from nemo_offload_rl.runs.environments import load_code, open_environments
+from nemo_offload_rl.runs.result import data_line
+from nemo_offload_rl.utils.progress import RunProgress, Starting, aligned, shown_path
+from nemo_offload_rl.utils.timer import PhaseTimer
 
 if TYPE_CHECKING:
     from nemo_offload_rl.distributed.generation_engine import RayGenerationEngine
 
-logger = logging.getLogger(__name__)
-
 ALL = "all"
-RESULTS_FILE, RESPONSES_FILE = "results.json", "responses.jsonl"
+RESULTS_FILE, RESPONSES_FILE, PAGE_FILE = "results.json", "responses.jsonl", "index.html"
 
 type Generate = Callable[[Sequence[Sequence[int]], SamplingSettings, int], list[list[Completion]]]
 type Results = dict[str, dict[str, float | None]]
@@ -110,6 +111,8 @@ def run_eval(config: EvalConfig) -> Results:
     def decode(token_ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
+    size = config.generation.num_prompts_per_step or len(prompts)
+    progress = RunProgress(math.ceil(len(prompts) / size), unit="batch")
     with ExitStack() as stack:
         environments = stack.enter_context(open_environments(config.env, code, splits))
         scoring = {name: found for name, found in environments.items() if not isinstance(found, AgentEnvironment)}
@@ -118,14 +121,22 @@ def run_eval(config: EvalConfig) -> Results:
                 f"env.{min(agents)} talks to the engine over HTTP, which an evaluation does not serve; name an "
                 "environment that scores responses"
             )
-        engine = stack.enter_context(evaluation_engine(config))
-        logger.info("%d prompts for %s", len(prompts), config.engine.model_name)
-        evaluation = evaluate(config, prompts, engine.generate, scoring, decode)
+        stack.enter_context(progress)
+        folder = config.eval.save_path
+        facts = {
+            "model": shown_path(config.engine.model_name),
+            "data": data_line((prompt.data_set for prompt in prompts), None, "prompts"),
+            "results": "not kept (eval.save_path is null)" if folder is None else shown_path(folder),
+        }
+        progress.begin(f"evaluation, {config.eval.num_tests_per_prompt} responses to each prompt", facts)
+        engine = stack.enter_context(evaluation_engine(config, progress.starting))
+        evaluation = evaluate(config, prompts, engine.generate, scoring, decode, progress)
     results = evaluation.results(config.eval.k_value)
-    logger.info("results:\n%s", render(results))
-    if config.eval.save_path is not None:
-        page = write_evaluation(Path(config.eval.save_path), config, evaluation, results)
-        logger.info("all responses and the page: %s", page)
+    progress.note(render(results))
+    if folder is not None:
+        write_evaluation(Path(folder), config, evaluation, results)
+        names = {"results": RESULTS_FILE, "responses": RESPONSES_FILE, "page": PAGE_FILE}
+        progress.note(aligned({what: shown_path(Path(folder) / name) for what, name in names.items()}))
     return results
 
 
@@ -135,8 +146,11 @@ def evaluate(
     generate: Generate,
     environments: Mapping[str, Environment],
     decode: Decode,
+    progress: RunProgress,
 ) -> Evaluation:
     """Ask all prompts, batch by batch, and score the responses; rollouts have one turn."""
+    timer = PhaseTimer()
+    progress.follow(timer.current)
     size, seed = config.generation.num_prompts_per_step or len(prompts), config.eval.seed
     num, seeded = config.eval.num_tests_per_prompt, config.generation.vllm_cfg.per_request_seeds
     turns = Turns(max_turns=1, max_tokens=config.engine.max_model_len, encode=lambda observation, response: ())
@@ -144,19 +158,24 @@ def evaluate(
     def ask(batch: Sequence[Prompt], sampling: SamplingSettings, group_size: int) -> RolloutBatch:
         asked = Rollouts(batch, group_size=group_size, environments=environments, decode=decode, turns=turns)
         token_ids, num_samples = asked.prompts()
-        asked.step(generate(token_ids, sampling, num_samples))
+        with timer.phase("generation"):
+            responses = generate(token_ids, sampling, num_samples)
+        with timer.phase("reward"):
+            asked.step(responses)
         return asked.batch()
 
     sampled: list[RolloutBatch] = []
     greedy: list[RolloutBatch] = []
-    for start in range(0, len(prompts), size):
+    for number, start in enumerate(range(0, len(prompts), size), 1):
         batch = prompts[start : start + size]
         # A response's seed depends only on its place: batch sizes and engines do not change the draws.
         place = seed * 2**32 + start * num if seeded else None
         sampled.append(ask(batch, replace(config.generation.sampling(greedy=False), seed=place), num))
         if config.eval.greedy:
             greedy.append(ask(batch, config.generation.sampling(greedy=True), 1))
-        logger.info("%d of %d prompts", start + len(batch), len(prompts))
+        right = _mean([rollout.correct for rollout in _scored(sampled[-1].rollouts)])
+        figures = {"prompts": f"{start + len(batch)} of {len(prompts)}"}
+        progress.step_done(number, figures if right is None else {**figures, "accuracy": f"{right:.1%}"}, timer.drain())
     whole = RolloutBatch.concatenate(sampled)
     votes = config.eval.metric == "cons@k"
     if votes and all(rollout.answer is None for rollout in whole.rollouts):
@@ -168,14 +187,17 @@ def evaluate(
 
 
 @contextmanager
-def evaluation_engine(config: EvalConfig) -> Iterator[RayGenerationEngine]:
+def evaluation_engine(config: EvalConfig, starting: Starting) -> Iterator[RayGenerationEngine]:
     """Start engines with the model's weights on all devices of `cluster`, for the `with` block."""
     from nemo_offload_rl.distributed.generation_engine import RayGenerationEngine
     from nemo_offload_rl.distributed.virtual_cluster import cluster_session
 
-    with cluster_session(config.cluster, num_colocated_groups=1) as cluster:
-        engine = RayGenerationEngine(cluster, config.engine)
-        engine.wait_until_ready()
+    with ExitStack() as stack:
+        with starting("Ray"):
+            cluster = stack.enter_context(cluster_session(config.cluster, num_colocated_groups=1))
+        with starting("engine"):
+            engine = RayGenerationEngine(cluster, config.engine)
+            engine.wait_until_ready()
         yield engine
 
 
@@ -192,11 +214,8 @@ def render(results: Results) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def write_evaluation(folder: Path, config: EvalConfig, evaluation: Evaluation, results: Results) -> Path:
+def write_evaluation(folder: Path, config: EvalConfig, evaluation: Evaluation, results: Results) -> None:
     """Write results.json, responses.jsonl and the page.
-
-    Returns:
-        The page, FOLDER/index.html.
 
     Raises:
         ConfigError: The folder cannot be written.
@@ -215,8 +234,7 @@ def write_evaluation(folder: Path, config: EvalConfig, evaluation: Evaluation, r
         # UTF-8 cannot encode a lone surrogate; its escape is valid JSON.
         with (folder / RESPONSES_FILE).open("w", encoding="utf-8", errors="backslashreplace") as file:
             file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-        (folder / "index.html").write_text(page, encoding="utf-8", errors="backslashreplace")
-    return folder / "index.html"
+        (folder / PAGE_FILE).write_text(page, encoding="utf-8", errors="backslashreplace")
 
 
 @contextmanager

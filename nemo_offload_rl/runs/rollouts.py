@@ -30,7 +30,8 @@ from nemo_offload_rl.experience.rollouts import Decode, Turns
 from nemo_offload_rl.keys.run_configs import GrpoConfig, RolloutConfig
 from nemo_offload_rl.keys.worker import TeacherSettings
 from nemo_offload_rl.runs.environments import load_code, open_environments
-from nemo_offload_rl.runs.workers import GrpoWorkers, grpo_workers, start_line
+from nemo_offload_rl.runs.result import RunResult, data_line, result_of, show_beginning
+from nemo_offload_rl.runs.workers import GrpoWorkers, grpo_workers
 from nemo_offload_rl.utils.flops import read_model_speed
 from nemo_offload_rl.utils.garbage import frozen_objects
 from nemo_offload_rl.utils.gpu_memory import first_gpu_name
@@ -61,7 +62,7 @@ def run_grpo(
     train_data: Rows | None = None,
     validation_data: Rows | None = None,
     callbacks: Sequence[Any] = (),
-) -> None:
+) -> RunResult:
     """Run GRPO from a checked configuration.
 
     Args:
@@ -72,8 +73,12 @@ def run_grpo(
         validation_data: Such rows in place of `data.validation`.
         callbacks: Functions of step and metrics, called after each step, or objects with `write`, as `MetricSink` has.
 
+    Returns:
+        The last metrics and where everything is.
+
     Raises:
         UserError: The user can fix the cause, or a worker died.
+        KeyboardInterrupt: Ctrl-C, or a notebook's interrupt; the last finished step is saved first.
     """
     own = GrpoCode.load(config.grpo, config.loss_fn)
     given = GivenObjects(
@@ -83,6 +88,7 @@ def run_grpo(
     with open_run(config, keep_reference=keep_reference, given=given) as (parts, last_step, resume_from):
         trainer = GrpoTrainer(config.grpo, config.loss_fn, config.policy.generation, parts, own)
         trainer.run(last_step, resume_from)
+    return result_of(parts.logger, parts.checkpoints)
 
 
 @contextmanager
@@ -138,11 +144,19 @@ def open_run(
         environments = stack.enter_context(open_environments(config.env, code, prompts))
         resume_after = None if resume_from is None else resume_from.step
         run_logger = stack.enter_context(RunLogger(config.logger, config.resolved, resume_after, given.callbacks))
-        workers = stack.enter_context(grpo_workers(config, keep_reference, teacher))
+        progress = stack.enter_context(RunProgress(num_steps, resume_after or 0))
+        train_sets = (prompt.data_set for prompt in prompts.train)
+        show_beginning(
+            progress,
+            config,
+            data=data_line(train_sets, len(prompts.validation), "prompts"),
+            run_dir=run_logger.run_dir,
+            num_steps=num_steps,
+            resume_from=resume_from,
+        )
+        workers = stack.enter_context(grpo_workers(config, keep_reference, teacher, progress.starting))
         memory_file, period_s = run_logger.run_dir / MEMORY_FILE, config.logger.memory_sample_period_s
         memory = stack.enter_context(MemorySampler(workers.owners(), memory_file, period_s))
-        progress = stack.enter_context(RunProgress(num_steps, first_step=resume_from.step if resume_from else 0))
-        progress.note(start_line(workers.start_s))
         progress.note(f"residency plan of each policy worker:\n{workers.policy.residency_plan()}")
         parts = RolloutParts(
             policy=workers.policy,

@@ -6,8 +6,9 @@ The user's input, data and their lengths included, is checked before Ray starts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,11 @@ from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.run_configs import DpoConfig, SftConfig, SupervisedConfig
 from nemo_offload_rl.keys.supervised import SupervisedSectionConfig
 from nemo_offload_rl.policy.policy import Policy
+from nemo_offload_rl.runs.result import RunResult, data_line, result_of, show_beginning
 from nemo_offload_rl.utils.garbage import frozen_objects
 from nemo_offload_rl.utils.logger import RunLogger
 from nemo_offload_rl.utils.memory_sampler import MEMORY_FILE, MemorySampler
-from nemo_offload_rl.utils.progress import RunProgress
+from nemo_offload_rl.utils.progress import RunProgress, Starting
 
 type StartPolicy = Callable[[SupervisedConfig, bool], AbstractContextManager[Policy]]
 """Starts a policy from the configuration and `keep_reference`; the policy ends with the context."""
@@ -51,7 +53,7 @@ def run_sft(
     train_data: Rows | None = None,
     validation_data: Rows | None = None,
     callbacks: Sequence[Any] = (),
-) -> None:
+) -> RunResult:
     """Run SFT from a checked configuration.
 
     Args:
@@ -63,8 +65,12 @@ def run_sft(
         validation_data: Such rows in place of `data.validation`.
         callbacks: Functions of step and metrics, called after each step, or objects with `write`, as `MetricSink` has.
 
+    Returns:
+        The last metrics and where everything is.
+
     Raises:
         UserError: The user can fix the cause, or a worker died.
+        KeyboardInterrupt: Ctrl-C, or a notebook's interrupt; the last finished step is saved first.
     """
     own = UserLoss.load(config.loss_fn, NLLLoss(), example_batch(TrainBatch))
     check_model(config.worker)
@@ -82,8 +88,9 @@ def run_sft(
         loss=own or NLLLoss(),
     )
     identity, digest = run_identity(config, tokenizer), digest_of_lengths(examples.train)
-    run = _Run("sft", config, config.sft, recipe, examples.parts, digest, identity)
-    _train(run, start_policy or ray_policy, keep_reference=False, console=console, callbacks=callbacks)
+    names = [example.data_set for example in examples.train]
+    run = _Run("sft", config, config.sft, recipe, examples.parts, digest, identity, names)
+    return _train(run, start_policy, keep_reference=False, console=console, callbacks=callbacks)
 
 
 def run_dpo(
@@ -94,7 +101,7 @@ def run_dpo(
     train_data: Rows | None = None,
     validation_data: Rows | None = None,
     callbacks: Sequence[Any] = (),
-) -> None:
+) -> RunResult:
     """Run DPO from a checked configuration; as `run_sft`, but rows have `prompt`, `chosen` and `rejected`."""
     own = UserLoss.load(config.loss_fn, DpoLoss(config.dpo), example_batch(PreferenceBatch))
     check_model(config.worker)
@@ -118,19 +125,25 @@ def run_dpo(
         loss=own,
     )
     identity, digest = run_identity(config, tokenizer), digest_of_lengths(pairs.train)
-    run = _Run("dpo", config, config.dpo, recipe, pairs.parts, digest, identity)
-    _train(run, start_policy or ray_policy, keep_reference=recipe.needs_reference, console=console, callbacks=callbacks)
+    names = [pair.data_set for pair in pairs.train]
+    run = _Run("dpo", config, config.dpo, recipe, pairs.parts, digest, identity, names)
+    return _train(run, start_policy, keep_reference=recipe.needs_reference, console=console, callbacks=callbacks)
 
 
 @contextmanager
-def ray_policy(config: SupervisedConfig, keep_reference: bool) -> Iterator[Policy]:
-    """Start policy workers on the Ray cluster that `config.cluster` describes."""
+def ray_policy(config: SupervisedConfig, keep_reference: bool, starting: Starting = nullcontext) -> Iterator[Policy]:
+    """Start policy workers on the Ray cluster that `config.cluster` describes; `starting` shows what is waited for."""
     # Imported late, because Ray takes seconds to import: bad input is refused before.
     from nemo_offload_rl.distributed.policy_group import start_policy
     from nemo_offload_rl.distributed.virtual_cluster import cluster_session
 
-    with cluster_session(config.cluster, num_colocated_groups=1) as cluster:
-        yield start_policy(cluster, config.worker, keep_reference)
+    with ExitStack() as stack:
+        with starting("Ray"):
+            cluster = stack.enter_context(cluster_session(config.cluster, num_colocated_groups=1))
+        with starting("policy"):
+            policy = start_policy(cluster, config.worker, keep_reference)
+            policy.local_pids()  # waits for the workers
+        yield policy
 
 
 @contextmanager
@@ -157,16 +170,17 @@ class _Run:
     parts: tuple[Part, ...]
     digest: str
     identity: Identity
+    data_sets: Sequence[str]
 
 
 def _train(
     run: _Run,
-    start_policy: StartPolicy,
+    start_policy: StartPolicy | None,
     *,
     keep_reference: bool,
     console: Console | None,
     callbacks: Sequence[Any],
-) -> None:
+) -> RunResult:
     name, config, settings, recipe = run.name, run.config, run.settings, run.recipe
     if settings.validates and not recipe.num_validation_items:
         raise ConfigError(
@@ -193,11 +207,20 @@ def _train(
         resume_from, num_steps = resume_point(checkpoints, loader, settings.max_num_steps, name)
         resume_after = None if resume_from is None else resume_from.step
         run_logger = stack.enter_context(RunLogger(config.logger, config.resolved, resume_after, callbacks))
-        policy = stack.enter_context(start_policy(config, keep_reference))
+        progress = stack.enter_context(RunProgress(num_steps, resume_after or 0, console))
+        show_beginning(
+            progress,
+            config,
+            data=data_line(run.data_sets, recipe.num_validation_items, "pairs" if name == "dpo" else "rows"),
+            run_dir=run_logger.run_dir,
+            num_steps=num_steps,
+            resume_from=resume_from,
+        )
+        start = partial(ray_policy, starting=progress.starting) if start_policy is None else start_policy
+        policy = stack.enter_context(start(config, keep_reference))
         owners = dict.fromkeys(policy.local_pids(), "policy")
         memory_file, period_s = run_logger.run_dir / MEMORY_FILE, config.logger.memory_sample_period_s
         memory = stack.enter_context(MemorySampler(owners, memory_file, period_s))
-        progress = stack.enter_context(RunProgress(num_steps, resume_after or 0, console))
         progress.note(f"residency plan of each policy worker:\n{policy.residency_plan()}")
         made = SupervisedParts(
             policy=policy,
@@ -209,3 +232,4 @@ def _train(
         )
         stack.enter_context(frozen_objects())
         SupervisedTrainer(settings, made, run_logger, progress).run(num_steps, resume_from)
+    return result_of(run_logger, checkpoints)

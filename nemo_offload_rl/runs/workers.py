@@ -11,9 +11,9 @@ Before engines are restarted, the policy leaves the devices, as for every genera
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -24,19 +24,13 @@ from nemo_offload_rl.keys.run_configs import RolloutConfig
 from nemo_offload_rl.keys.worker import TeacherSettings
 from nemo_offload_rl.policy.policy import Policy
 from nemo_offload_rl.protocols.refit import RefitGroupAddress
-from nemo_offload_rl.utils.timer import TOTAL, PhaseTimer
+from nemo_offload_rl.utils.progress import Starting
 
 if TYPE_CHECKING:
     from nemo_offload_rl.distributed.generation_engine import RayGenerationEngine
     from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster
 
 logger = logging.getLogger(__name__)
-
-
-def start_line(start_s: Mapping[str, float]) -> str:
-    """Format the seconds of the start, in total and by phase."""
-    parts = ", ".join(f"{name} {seconds:.0f}" for name, seconds in start_s.items() if name != TOTAL)
-    return f"started in {start_s[TOTAL]:.0f} s ({parts})"
 
 
 class GrpoWorkers:
@@ -47,10 +41,8 @@ class GrpoWorkers:
         engine: The engines.
         generation: Settings of the engines.
         cluster: The policy's cluster.
-        timer: Timer of the start; gets the phases `engine` and `policy`, until each is ready.
-
-    Attributes:
-        start_s: Seconds of the start, by phase and in total.
+        starting: Shows what is waited for.
+        engine_rests: The engines are ready and, if colocated, sleep.
     """
 
     def __init__(
@@ -59,19 +51,20 @@ class GrpoWorkers:
         engine: RayGenerationEngine,
         generation: GenerationConfig,
         cluster: VirtualCluster,
-        timer: PhaseTimer,
+        starting: Starting = nullcontext,
+        engine_rests: bool = False,
     ) -> None:
         self.policy = policy
         self.engine = engine
         self._colocated = generation.colocated.enabled
         self._num_restarts_left = generation.vllm_cfg.max_restarts
         self._cluster = cluster
-        with timer.phase("engine"):
-            self._rest_engine()
-        with timer.phase("policy"):
+        if not engine_rests:
+            with starting("engine"):
+                self._rest_engine()
+        with starting("policy"):
             policy.offload_after_refit()
             self._introduce()
-        self.start_s = timer.seconds()
 
     def owners(self) -> dict[int, str]:
         """Return the owner, `policy` or `engine`, of each worker process on the driver's host, by process id."""
@@ -125,14 +118,15 @@ class GrpoWorkers:
 
 @contextmanager
 def grpo_workers(
-    config: RolloutConfig, keep_reference: bool, teacher: TeacherSettings | None = None
+    config: RolloutConfig, keep_reference: bool, teacher: TeacherSettings | None, starting: Starting
 ) -> Iterator[GrpoWorkers]:
     """Start policy and engines for the `with` block.
 
     Args:
         config: The run.
         keep_reference: Each policy worker keeps the initial parameters.
-        teacher: A frozen model in each policy worker.
+        teacher: A frozen model in each policy worker; None for none.
+        starting: Shows what is waited for.
     """
     # Imported late, because Ray takes seconds to import: bad input is refused before.
     from nemo_offload_rl.distributed.generation_engine import RayGenerationEngine
@@ -140,23 +134,22 @@ def grpo_workers(
     from nemo_offload_rl.distributed.virtual_cluster import cluster_session
 
     colocated = config.policy.generation.colocated.enabled
-    timer = PhaseTimer()
     with ExitStack() as stack:
-        with timer.phase("Ray"):
+        with starting("Ray"):
             session = cluster_session(config.cluster, num_colocated_groups=2 if colocated else 1)
             cluster = stack.enter_context(session)
         engine_cluster = cluster if colocated else cluster.beside(_engine_devices(config))
         engine = RayGenerationEngine(engine_cluster, config.engine)
 
         def wait_for_engine() -> None:
-            with timer.phase("engine"):
+            with starting("engine"):
                 engine.wait_until_ready()
                 engine.finish_generation(discard_weights=True)
 
         shares_gpus = colocated and config.cluster.device_type == "cuda"
         wait = wait_for_engine if shares_gpus else None
         policy = start_policy(cluster, config.worker, keep_reference, teacher, wait)
-        yield GrpoWorkers(policy, engine, config.policy.generation, cluster, timer)
+        yield GrpoWorkers(policy, engine, config.policy.generation, cluster, starting, shares_gpus)
 
 
 def _engine_devices(config: RolloutConfig) -> ClusterConfig:

@@ -66,7 +66,17 @@ def parse_launch_arguments(
     return LaunchArguments(config=parsed.config, overrides=tuple(parsed.overrides))
 
 
-class LastLine(str):
+@contextmanager
+def stop_signals_blocked() -> Iterator[None]:
+    """Delay `STOP_SIGNALS` to the end of the block; processes and threads made in it never get them."""
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
+class LastLines(str):
     """A note of the exception that ends a run, printed last: where its results are and how to go on."""
 
 
@@ -76,7 +86,7 @@ def ending_process() -> Iterator[None]:
 
     A `UserError` becomes one line on standard error and status 2, an interrupt the line `interrupted` and status 130,
     another signal, such as SIGTERM, a line with its name and status 128 + its number. Everything else is a bug and
-    keeps its traceback and status 1. An error's notes of the class `LastLine` come last.
+    keeps its traceback and status 1. An error's notes of the class `LastLines` come last.
     """
     try:
         yield
@@ -116,7 +126,7 @@ class _StandardErrorHandler(logging.StreamHandler[TextIO]):
 
 
 def _end_with(reason: str, error: BaseException) -> None:
-    last_lines = [note for note in getattr(error, "__notes__", ()) if isinstance(note, LastLine)]
+    last_lines = [note for note in getattr(error, "__notes__", ()) if isinstance(note, LastLines)]
     _flush()
     with suppress(OSError, ValueError):
         sys.stderr.write("".join(f"{line}\n" for line in (reason, *last_lines)))

@@ -55,6 +55,11 @@ class RunLogger:
             continued. None starts anew and renames an older file likewise.
         callbacks: Functions of step and metrics, or `MetricSink`s, that get every metric too.
 
+    Attributes:
+        run_dir: The run folder.
+        last: Number and metrics of the last step that was committed.
+        last_validation: The same of the last validation, its own metrics alone; None if there was none.
+
     Raises:
         ConfigError: The folder cannot be written, or a wanted logger is not installed.
         UserCodeError: One of `logger.sinks` or of the callbacks cannot be used.
@@ -74,6 +79,8 @@ class RunLogger:
         self._is_refused = False
         self._step: int | None = None
         self._metrics: dict[str, float] = {}
+        self.last: tuple[int, dict[str, float]] = (resume_after or 0, {})
+        self.last_validation: tuple[int, dict[str, float]] | None = None
         record = _run_record()
         with self._writing():
             self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -123,6 +130,10 @@ class RunLogger:
             return
         step, metrics = self._step, self._metrics
         self._step, self._metrics = None, {}
+        self.last = (step, self.last[1] | metrics if step == self.last[0] else metrics)
+        validation = {name: value for name, value in metrics.items() if name.startswith("validation/")}
+        if validation:
+            self.last_validation = (step, validation)
         not_finite = [f"{name} is {value}" for name, value in metrics.items() if not math.isfinite(value)]
         if not_finite and not metrics.get(_SKIPPED_UPDATES):  # the policy warns of skipped updates itself
             _LOG.warning("step %d: %s", step, ", ".join(not_finite))

@@ -176,11 +176,12 @@ class RunningGrpo:
             time.sleep(0.005)
 
     def wait(self, timeout_s: float) -> tuple[int, str, list[psutil.Process]]:
-        """Exit status, the line on standard error that says why (the last but one), and children that live on."""
+        """Exit status, the last line on standard error that is not indented, and children that live on."""
         done = self.script.wait(timeout_s)
         self._look()
         _, alive = psutil.wait_procs(self.children, timeout=300)
-        return done.status, done.stderr.splitlines()[-2], alive
+        (*_, why) = (line for line in done.stderr.splitlines() if not line.startswith("  "))
+        return done.status, why, alive
 
     def _look(self) -> None:
         self.children |= ray_workers() - self.before

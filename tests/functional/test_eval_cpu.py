@@ -47,7 +47,6 @@ def test_an_evaluation_samples_scores_and_writes_what_its_responses_say(
         "generation.vllm_cfg.precision=float32",
         "generation.vllm_cfg.kv_cache_memory_gib=0.0625",
         "generation.vllm_cfg.max_model_len=64",
-        "generation.vllm_cfg.enforce_eager=true",
         "data.max_input_seq_length=32",
         "data.default.env_name=arithmetic",
         "~data.validation",
@@ -62,6 +61,11 @@ def test_an_evaluation_samples_scores_and_writes_what_its_responses_say(
         f"eval.save_path={tmp_path}/out",
     )  # fmt: skip
     assert done.status == 0, done.stderr
+    assert done.stdout.endswith(
+        f"  results    {tmp_path}/out/results.json\n"
+        f"  responses  {tmp_path}/out/responses.jsonl\n"
+        f"  page       {tmp_path}/out/index.html\n"
+    )
     written = json.loads((tmp_path / "out/results.json").read_text())
     records = [json.loads(line) for line in (tmp_path / "out/responses.jsonl").read_text().splitlines()]
     assert written["model"] == f"{tmp_path}/run/step_2/hf"

@@ -23,11 +23,11 @@ def test_a_model_that_vllm_builds_in_another_way_ends_the_run_with_the_weights_t
     assert "has attention_bias true, which the engine would leave out; use another model, or" in refused.stderr
     done = run_grpo(*overrides, script="tests/support/unruled_grpo.py")
     assert done.status == 2
-    reason, last_line = done.stderr.splitlines()[-2:]
+    reason, *last_lines = done.stderr.splitlines()[-3:]
     assert reason.startswith("error: The engine used nothing, or only a part, of model.layers.0.self_attn.o_proj.")
     assert reason.endswith("vLLM builds this model in another way; choose a model that both build alike.")
     run_dir = tmp_path / "run"
-    assert last_line == f"metrics are in {run_dir}; for a report, python -m nemo_offload_rl.report {run_dir}"
+    assert last_lines == [f"  logs    {run_dir}", f"  report  python -m nemo_offload_rl.report {run_dir}"]
     assert "Traceback" not in done.stderr
 
 
@@ -44,8 +44,12 @@ def test_ctrl_c_saves_and_ends_the_run_as_interrupted(start_endless_grpo, joined
         process.send_signal(signal.SIGINT)
     assert run.wait(TIMEOUT_S) == (130, "interrupted", [])
     (checkpoint,) = (tmp_path / "checkpoints").glob("step_*")
-    last_line = run.script.stderr.read_text().splitlines()[-1]
-    assert last_line.startswith(f"start the same command again to go on from {checkpoint}; metrics are in {tmp_path}")
+    assert run.script.stderr.read_text().endswith(
+        f"  checkpoint  {checkpoint}\n"
+        f"  logs        {tmp_path / 'run'}\n"
+        f"  report      python -m nemo_offload_rl.report {tmp_path / 'run'}\n"
+        "  go on       start the same command again\n"
+    )
     (last_shown,) = re.findall(r"^step (\d+)/", run.script.stdout.read_text(), re.M)[-1:]
     assert checkpoint.name == f"step_{last_shown}"
 
@@ -61,4 +65,4 @@ def test_a_spot_instance_whose_processes_all_get_sigterm_saves_before_it_ends(st
     (checkpoint,) = (tmp_path / "checkpoints").glob("step_*")
     (last_shown,) = re.findall(r"^step (\d+)/", run.script.stdout.read_text(), re.M)[-1:]
     assert checkpoint.name == f"step_{last_shown}"
-    assert f"go on from {checkpoint}; metrics are in {tmp_path}" in run.script.stderr.read_text().splitlines()[-1]
+    assert f"\n  checkpoint  {checkpoint}\n" in run.script.stderr.read_text()

@@ -104,7 +104,9 @@ def test_the_script_of_the_guide_runs_as_it_is_written(start, clone, read_metric
     done = start("documented_script.py")
     assert done.status == 0, done.stderr
     metrics = read_metrics(clone / "runs/own/python")
-    rewards = ast.literal_eval(done.stdout.splitlines()[-1])
+    *_, result, shown = done.stdout.splitlines()
+    assert result == "2 runs/own/python"
+    rewards = ast.literal_eval(shown)
     assert rewards == [metrics[step]["train/reward_mean"] for step in (1, 2)]
     assert rewards[0] > 0
 

@@ -77,10 +77,35 @@ def test_sft_on_two_workers_equals_sft_on_one(folder, sft_output):
 
 def test_a_person_sees_what_is_learned_and_each_step(sft_output):
     assert re.search(r"^  learns what is in \[\[ \]\]: 'count to \d+:>\[\[0.*<\|im_end\|>\]\]'$", sft_output, re.M)
-    assert re.search(r"^before training: held-out loss \d\.\d{4}$", sft_output, re.M)
-    assert re.search(
-        r"^step 4/4  loss \d\.\d{4}  held-out loss \d\.\d{4} \(step 4\)  \S+ s \(.*\)  0 s left$", sft_output, re.M
+    figures = [r"loss \d\.\d{4}", r"token accuracy \d+\.\d%"]
+    assert re.search(rf"^before training: held-out {', '.join(figures)}$", sft_output, re.M)
+    held_out = rf"held-out {', '.join(figures)} \(step 4\)"
+    assert re.search(rf"^step 4/4  {'  '.join(figures)}  {held_out}  \S+ s \(.*\)  0 s left$", sft_output, re.M)
+
+
+def test_a_run_begins_with_model_data_and_folders_and_ends_with_what_it_leaves(folder, sft_output):
+    begin, end = (
+        [
+            "SFT, 4 steps",
+            f"  model        {folder}/model",
+            "  data         rows, 16 rows; 8 for validation",
+            f"  logs         {folder}/sft",
+            f"  checkpoints  {folder}/sft/checkpoints, every 50 steps",
+        ],
+        [
+            "the run is complete",
+            f"  checkpoint  {folder}/sft/checkpoints/step_4",
+            f"  hf export   {folder}/sft/checkpoints/step_4/hf",
+            f"  logs        {folder}/sft",
+            f"  report      python -m nemo_offload_rl.report {folder}/sft",
+            "  go on       raise sft.max_num_steps, then start the same command again",
+        ],
     )
+    lines = sft_output.splitlines()
+    assert lines[: len(begin)] == begin
+    assert lines[-len(end) :] == end
+    started = [re.fullmatch(r"(\w+) is ready after \d+\.\d s", line) for line in lines]
+    assert [found[1] for found in started if found] == ["Ray", "policy"]
 
 
 def test_dpo_with_packing_on_two_workers_and_a_reference_on_disk_that_goes_on_with_one_equals_dpo_on_one(

@@ -19,13 +19,14 @@ from nemo_offload_rl.generation.vllm.engine_args import vllm_env
 from nemo_offload_rl.keys.run_configs import EvalConfig
 from nemo_offload_rl.runs import evaluation
 from nemo_offload_rl.utils.cli import ending_process
+from nemo_offload_rl.utils.progress import Starting
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from run_eval import main
 
 
 @contextmanager
-def local_engine(config: EvalConfig) -> Iterator[LocalEngine]:
+def local_engine(config: EvalConfig, starting: Starting) -> Iterator[LocalEngine]:
     """In place of `evaluation_engine`."""
     os.environ.update(vllm_env("cpu"))
     torch._dynamo.config.disable = True  # what TORCHDYNAMO_DISABLE does where torch is not imported yet

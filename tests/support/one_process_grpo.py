@@ -26,7 +26,7 @@ from nemo_offload_rl.keys.run_configs import RolloutConfig
 from nemo_offload_rl.keys.worker import TeacherSettings
 from nemo_offload_rl.runs import rollouts as grpo_setup
 from nemo_offload_rl.runs.workers import GrpoWorkers
-from nemo_offload_rl.utils.timer import PhaseTimer
+from nemo_offload_rl.utils.progress import Starting
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from run_grpo import main
@@ -47,7 +47,7 @@ class LocalEngine(RayGenerationEngine):
 
 @contextmanager
 def local_workers(
-    config: RolloutConfig, keep_reference: bool, teacher: TeacherSettings | None = None
+    config: RolloutConfig, keep_reference: bool, teacher: TeacherSettings | None, starting: Starting
 ) -> Iterator[GrpoWorkers]:
     """In place of `grpo_workers`."""
     os.environ.update(vllm_env("cpu"))
@@ -56,9 +56,7 @@ def local_workers(
     engine = LocalEngine(config.engine)
     policy = start_local_policy(config.worker, keep_reference, teacher=teacher)
     try:
-        yield GrpoWorkers(
-            policy, engine, config.policy.generation, SimpleNamespace(settings=config.cluster), PhaseTimer()
-        )
+        yield GrpoWorkers(policy, engine, config.policy.generation, SimpleNamespace(settings=config.cluster), starting)
     finally:
         policy.shutdown()
         engine.shutdown()

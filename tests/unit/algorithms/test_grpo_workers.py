@@ -10,7 +10,6 @@ import pytest
 
 from nemo_offload_rl.errors import DeviceMemoryError, WorkerDiedError
 from nemo_offload_rl.runs.workers import GrpoWorkers
-from nemo_offload_rl.utils.timer import PhaseTimer
 
 
 class Engine:
@@ -78,7 +77,7 @@ def start(events):
         colocated, vllm_cfg = SimpleNamespace(enabled=True), SimpleNamespace(max_restarts=max_restarts)
         generation = SimpleNamespace(colocated=colocated, vllm_cfg=vllm_cfg)
         cluster = SimpleNamespace(settings=SimpleNamespace(device_type="cpu"))
-        made = GrpoWorkers(Policy(events), Engine(events), generation, cluster, PhaseTimer())  # type: ignore[arg-type]
+        made = GrpoWorkers(Policy(events), Engine(events), generation, cluster)  # type: ignore[arg-type]
         events.clear()
         return made
 

@@ -130,8 +130,12 @@ def test_an_error_of_rollouts_loses_the_step_under_way_alone(tmp_path, model, wh
         broken.run()
     # The save of step 2 is complete, and that of step 3 has removed no other.
     assert saved(tmp_path) == ["step_2", "step_3"]
-    (line,) = caught.value.__notes__[-1:]
-    assert line.startswith(f"start the same command again to go on from {tmp_path}/checkpoints/step_3; metrics are in")
+    assert caught.value.__notes__[-1] == (
+        f"  checkpoint  {tmp_path}/checkpoints/step_3\n"
+        f"  logs        {tmp_path}\n"
+        f"  report      python -m nemo_offload_rl.report {tmp_path}\n"
+        "  go on       start the same command again"
+    )
     assert numbers(run(tmp_path, model, *keys).run()) == whole[loop]
     assert saved(tmp_path) == ["step_5"]
 
@@ -162,7 +166,7 @@ def test_a_signal_lets_the_step_under_way_end_saves_it_and_gives_the_status(tmp_
         stopped.run()
     assert number == signal.SIGINT or caught.value.code == 128 + number
     assert "step_3" in saved(tmp_path)
-    assert "to go on from" in caught.value.__notes__[-1]
+    assert caught.value.__notes__[-1].endswith("  go on       start the same command again")
     assert [signal.getsignal(each) for each in STOP_SIGNALS] == before
     if number == signal.SIGUSR1:
         assert numbers(run(tmp_path, model, *LOOPS[loop]).run()) == whole[loop]
@@ -195,8 +199,8 @@ def test_a_second_signal_ends_the_run_at_once_whatever_a_library_makes_of_it(tmp
         stopped.run()
     assert caught.value.code == 143
     assert saved(tmp_path) == ["step_2"]
-    (line,) = caught.value.__notes__
-    assert line.startswith("step 3 is not saved: a second signal came; start the same command again to go on")
+    (lines,) = caught.value.__notes__
+    assert lines.startswith("  not saved   step 3: a second signal came\n")
 
 
 def test_a_signal_in_the_last_step_and_one_that_the_process_ignores_end_nothing(tmp_path, model):
@@ -207,7 +211,7 @@ def test_a_signal_in_the_last_step_and_one_that_the_process_ignores_end_nothing(
         ignored = run(tmp_path / "ignored", model, environment=At(2, lambda: os.kill(os.getpid(), signal.SIGHUP)))
         assert list(ignored.run()) == [*range(1, NUM_STEPS + 1)]
         assert saved(tmp_path / "ignored") == ["step_5"]
-        assert f"the last checkpoint is {tmp_path}/ignored/checkpoints/step_5; metrics are in" in ignored.shown
+        assert f"the run is complete\n  checkpoint  {tmp_path}/ignored/checkpoints/step_5\n" in ignored.shown
     finally:
         signal.signal(signal.SIGHUP, previous)
 
@@ -262,7 +266,7 @@ def test_a_key_says_that_nothing_is_saved_at_an_early_end(tmp_path, model):
         environment = At(BAD_STEP, raise_(DataError("row 5 has no answer; add one")))
         run(tmp_path, model, "checkpointing.save_at_end=false", environment=environment).run()
     assert saved(tmp_path) == ["step_2"]
-    assert caught.value.__notes__[-1].startswith("step 3 is not saved: checkpointing.save_at_end is false; ")
+    assert caught.value.__notes__[-1].startswith("  not saved   step 3: checkpointing.save_at_end is false\n")
 
 
 def test_a_checkpoint_folder_that_is_gone_hides_no_error(tmp_path, model):
@@ -273,7 +277,7 @@ def test_a_checkpoint_folder_that_is_gone_hides_no_error(tmp_path, model):
 
     with pytest.raises(DataError, match="row 5") as caught:
         run(tmp_path, model, environment=At(BAD_STEP, break_off)).run()
-    assert caught.value.__notes__[-1].startswith("step 3 is not saved: ")
+    assert caught.value.__notes__[-1].startswith("  not saved  step 3: ")
 
 
 # -- SFT and DPO
@@ -331,7 +335,7 @@ def test_sft_and_dpo_lose_the_step_under_way_alone_and_nothing_where_a_signal_le
         start = starting(in_call(2, "forward_backward", raise_(no_room)))
         start_run(rows, folder.name, *EVERY_SECOND, start=start)
     assert saved(folder) == ["step_1"]
-    assert f"go on from {folder}/checkpoints/step_1; metrics are in {folder}" in caught.value.__notes__[-1]
+    assert caught.value.__notes__[-1].startswith(f"  checkpoint  {folder}/checkpoints/step_1\n  logs        {folder}\n")
     with pytest.raises(SystemExit) as stopped:  # in the update of step 2
         start = starting(in_call(1, "optim_step", lambda: os.kill(os.getpid(), signal.SIGTERM)))
         start_run(rows, folder.name, *EVERY_SECOND, start=start)
@@ -352,7 +356,7 @@ def test_the_last_save_of_a_run_that_fails_in_the_background_is_its_error(rows):
         start = starting(in_call(2, "finish_save", raise_(full)))
         sft(rows, "full", *EVERY_SECOND, start=start)
     assert saved(rows / "full") == ["step_2"]
-    assert caught.value.__notes__[-1].startswith("steps 3 to 4 are not saved: the save failed; start the same command")
+    assert caught.value.__notes__[-1].startswith("  not saved   steps 3 to 4: the save failed\n")
 
 
 def test_a_state_between_two_steps_is_not_saved(rows):
@@ -361,8 +365,8 @@ def test_a_state_between_two_steps_is_not_saved(rows):
         start = starting(lambda worker: in_call(3, "optim_step", raise_(broken), after=True)(worker._backend))
         sft(rows, "between", *EVERY_SECOND, "checkpointing.save_period=1000", start=start)
     assert saved(rows / "between") == []
-    line = caught.value.__notes__[-1]
-    assert line.startswith("steps 1 to 2 are not saved: an update broke off in the middle, or not all updates of the")
+    lines = caught.value.__notes__[-1]
+    assert lines.startswith("  not saved  steps 1 to 2: an update broke off in the middle, or not all updates of the")
 
 
 def test_weights_that_are_not_finite_are_not_saved_nor_is_a_state_that_no_update_has_changed(rows, caplog):

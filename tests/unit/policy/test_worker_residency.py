@@ -159,7 +159,7 @@ def test_the_resolved_plan_is_told_with_sizes(make_worker, folders):
     with make_worker(folder, keep_reference=True, residency_overrides={"optimizer": "device"}) as worker:
         lines = {line.split()[0]: line for line in worker.residency_plan().splitlines()}
         gib = worker.residency.device_bytes()["params"] / 2**30
-    assert list(lines) == ["group", "params", "grads", "optimizer", "reference", "host"]
+    assert list(lines) == ["group", "params", "grads", "optimizer", "reference", "host", "(of"]
     assert lines["host"].startswith("host memory: policy ")
     assert lines["optimizer"].split("  ")[0] == f"optimizer ({2 * gib:.2f} GiB)"
     assert "HOST" not in lines["optimizer"]

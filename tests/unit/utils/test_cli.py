@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.utils.cli import LastLine, ending_process, parse_launch_arguments, set_up_logging
+from nemo_offload_rl.utils.cli import LastLines, ending_process, parse_launch_arguments, set_up_logging
 
 
 def test_overrides_may_stand_on_both_sides_of_the_option() -> None:
@@ -35,7 +35,7 @@ def raise_(error: BaseException) -> Callable[[], int]:
 
 def noted(error: BaseException) -> BaseException:
     error.add_note("Raised in policy worker 0, train:\nTraceback")
-    error.add_note(LastLine("go on so"))
+    error.add_note(LastLines("go on so"))
     return error
 
 

@@ -51,16 +51,49 @@ def test_what_a_validation_found_stands_with_its_step_until_the_next_one() -> No
     ]
 
 
-def test_on_a_terminal_there_is_a_bar_and_a_summary_of_each_step() -> None:
-    stream = io.StringIO()
-    console = Console(file=stream, force_terminal=True, width=120)
-    with RunProgress(10, console=console) as progress:
-        progress.step_done(1, {"reward": "0.500", "accuracy": "25.0%"}, SECONDS)
-    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
-    assert "    generation 2.00 s 50%  training 1.00 s 25%  other 1.00 s 25%\n" in text
-    assert "optimizer" not in text
-    assert "1/10" in text
-    assert "reward 0.500  accuracy 25.0%" in text
+FIGURES = {"reward": "-0.758", "accuracy": "100.0%", "length": "1234.5", "cut off": "100.0%", "KL": "0.0012"}
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_on_a_terminal_no_line_is_wider_than_it_and_a_bar_says_what_is_done_now(width: int) -> None:
+    stream, clock = io.StringIO(), Clock()
+    console = Console(file=stream, force_terminal=True, width=width)
+    with RunProgress(1000, console=console, clock=clock) as progress:
+        with progress.starting("engine"):
+            clock.now = 12.0
+            assert progress.activity() == "starting engine, 12 s"
+        progress.follow(lambda: "reference_logprobs")
+        assert progress.activity() == "reference_logprobs"
+        progress.validated(500, {"accuracy": "100.0%"})
+        clock.now = 5012.0
+        progress.step_done(500, FIGURES, {"reference_logprobs": 2.0, "generation": 1.5, "training": 1.0, "total": 5.0})
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue()).replace("\r", "\n")
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= width
+    assert "engine is ready after 12.0 s" in lines
+    shown = " ".join(line.strip() for line in lines if "reward" in line or line.startswith("    "))
+    phases = "reference_logprobs 40%, generation 30%" + (", training 20%" if width == 120 else "")
+    assert re.sub(" +", " ", shown).endswith(
+        "step 500/1000 reward -0.758 accuracy 100.0% length 1234.5 cut off 100.0% KL 0.0012 "
+        f"held-out accuracy 100.0% (step 500) 5.0 s ({phases})"
+    )
+    assert re.search(r"reference_logprobs .* 500/1000 +83 min left", text)
+
+
+def test_without_a_terminal_the_start_is_a_line_a_part() -> None:
+    stream, clock = io.StringIO(), Clock()
+    with RunProgress(10, console=Console(file=stream), clock=clock) as progress:
+        progress.begin("GRPO, 10 steps", {"model": "m", "logs": "runs/x"})
+        for name in ("Ray", "engine"):
+            with progress.starting(name):
+                clock.now += 2.5
+    assert stream.getvalue().splitlines() == [
+        "GRPO, 10 steps",
+        "  model  m",
+        "  logs   runs/x",
+        "Ray is ready after 2.5 s",
+        "engine is ready after 2.5 s",
+    ]
 
 
 def test_time_left_comes_from_the_steps_of_this_run_only() -> None:
@@ -90,7 +123,9 @@ def test_a_stream_that_takes_nothing_more_costs_a_warning_and_not_the_run(
     with RunProgress(3, console=Console(file=_Full(), force_terminal=terminal)) as progress:
         for step in (1, 2, 3):
             progress.step_done(step, {"reward": "0.5"}, SECONDS)
-    assert caplog.text.count("progress is shown no more, and the run goes on: [Errno 28] No space left on device") == 1
+    assert (
+        caplog.text.count("progress is no longer shown, and the run goes on: [Errno 28] No space left on device") == 1
+    )
 
 
 def test_what_a_stream_cannot_encode_is_shown_by_its_code() -> None:
@@ -129,5 +164,5 @@ def test_a_pipe_that_is_closed_at_its_other_end_leaves_the_run_and_its_status_al
     told = run.stderr.read().decode()
     assert run.wait(300) == 0, told
     run.stderr.close()
-    assert told.count("progress is shown no more, and the run goes on") == 1
+    assert told.count("progress is no longer shown, and the run goes on") == 1
     assert told.endswith("both steps done\n")
