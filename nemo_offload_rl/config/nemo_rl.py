@@ -30,6 +30,7 @@ _ONLY_OURS = (
     "policy.residency_overlap",
     "policy.max_skipped_updates",
     "data.overlong_rows",
+    "data.bad_rows",
 )
 _NEEDED_MARKS = 2
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_offload_rl.data.arithmetic import load_arithmetic
+from nemo_offload_rl.data.bad_rows import BadRows
 from nemo_offload_rl.data.encoding import ChatEncoder
 from nemo_offload_rl.data.prompts import (
     PromptEncoder,
@@ -75,7 +76,7 @@ def load_prompts(
         DataError: A data set is empty, or a row cannot be used; one longer than the limit, for example.
     """
 
-    def load(source: DataSource, name: str) -> tuple[Splits[Row], Encode[Row, Prompt]]:
+    def load(source: DataSource, name: str, bad: BadRows) -> tuple[Splits[Row], Encode[Row, Prompt]]:
         encoder = PromptEncoder(
             tokenizer=tokenizer,
             task=source,
@@ -84,7 +85,7 @@ def load_prompts(
             chat_template_kwargs=dict(chat_template_kwargs or {}),
             data_set=name,
         )
-        return load_rows(source), encoder.prompt
+        return load_rows(source, bad), encoder.prompt
 
     return _load_splits(settings, load)
 
@@ -99,11 +100,11 @@ def load_examples(
     """Tokenized conversations for SFT; splits and errors as in `load_prompts`."""
     encoder = ChatEncoder.of(settings, tokenizer, chat_template_kwargs, last_turn_only=last_turn_only)
 
-    def load(source: DataSource, name: str) -> tuple[Splits[Conversation], Encode[Conversation, Example]]:
+    def load(source: DataSource, name: str, bad: BadRows) -> tuple[Splits[Conversation], Encode[Conversation, Example]]:
         def encode(row: Conversation) -> Example:
             return replace(encoder.encode(row.messages, row.origin, tools=row.tools), data_set=name)
 
-        return _conversations(source), encode
+        return _conversations(source, bad), encode
 
     return _load_splits(settings, load)
 
@@ -114,7 +115,9 @@ def load_example_pairs(
     """Tokenized pairs for DPO, each as long as its longer response; splits and errors as in `load_prompts`."""
     encoder = ChatEncoder.of(settings, tokenizer, chat_template_kwargs)
 
-    def load(source: DataSource, name: str) -> tuple[Splits[PreferencePair], Encode[PreferencePair, ExamplePair]]:
+    def load(
+        source: DataSource, name: str, bad: BadRows
+    ) -> tuple[Splits[PreferencePair], Encode[PreferencePair, ExamplePair]]:
         assert isinstance(source, BinaryPreferenceConfig | PreferenceConfig | PublishedPairsConfig), type(source)
         templates = load_templates(source)
 
@@ -126,13 +129,15 @@ def load_example_pairs(
             )
             return ExamplePair(chosen=replace(chosen, data_set=name), rejected=replace(rejected, data_set=name))
 
-        return load_published_pairs(source) if isinstance(source, PublishedPairsConfig) else load_pairs(source), encode
+        if isinstance(source, PublishedPairsConfig):
+            return load_published_pairs(source, bad), encode
+        return load_pairs(source, bad), encode
 
     return _load_splits(settings, load)
 
 
 def _load_splits[R: (Row, Conversation, PreferencePair), T: (Prompt, Example, ExamplePair)](
-    settings: DataSettings, load: Callable[[DataSource, str], tuple[Splits[R], Encode[R, T]]]
+    settings: DataSettings, load: Callable[[DataSource, str, BadRows], tuple[Splits[R], Encode[R, T]]]
 ) -> Splits[T]:
     """Load and encode every data set.
 
@@ -141,7 +146,8 @@ def _load_splits[R: (Row, Conversation, PreferencePair), T: (Prompt, Example, Ex
 
     Args:
         settings: The keys `data.*`.
-        load: From a data set and its name to its rows and the function that encodes one.
+        load: From a data set and its name to its rows and the function that encodes one; the last argument decides
+            about unusable rows.
     """
     train: list[tuple[T, ...]] = []
     validation: list[tuple[T, ...]] = []
@@ -152,24 +158,26 @@ def _load_splits[R: (Row, Conversation, PreferencePair), T: (Prompt, Example, Ex
     more = () if settings.validation is None else _parts(settings.validation)
     names = iter(data_set_names([source for source, _ in (*sources, *more)]))
     for source, weight in sources:
-        name = next(names)
-        rows, encode = load(source, name)
-        encoded = _within_limit(settings, name, rows.train, encode)
-        overlong[name] = len(rows.train) - sum(row.loss_multiplier != 0 for row in encoded)
+        name, bad = next(names), BadRows(settings.bad_rows)
+        rows, encode = load(source, name, bad)
+        encoded, overlong[name] = _within_limit(settings, name, rows.train, encode, bad)
+        kept_aside, _ = _within_limit(settings, name, rows.validation, encode, bad)
+        bad.tell(name, len(encoded) + len(kept_aside))
         if not encoded:
             raise DataError(
                 f"data.train has no rows to train on{_where(source)}; lower split_validation_size or add rows"
             )
         train.append(encoded)
         weights.append(len(encoded) if weight is None else weight)
-        validation.append(_within_limit(settings, name, rows.validation, encode))
+        validation.append(kept_aside)
     for source, _ in more:
-        name = next(names)
-        rows, encode = load(source, name)
+        name, bad = next(names), BadRows(settings.bad_rows)
+        rows, encode = load(source, name, bad)
         # Made-up problems: only those that training never sees. Any other data set: all rows.
         is_made_up = isinstance(source, ArithmeticConfig)
         held_out = rows.validation if is_made_up else (*rows.train, *rows.validation)
-        validation.append(_within_limit(settings, name, held_out, encode))
+        validation.append(_within_limit(settings, name, held_out, encode, bad)[0])
+        bad.tell(name, len(validation[-1]))
         if not validation[-1]:
             raise DataError(f"data.validation has no rows{_where(source)}; add rows, or set data.validation to null")
     parts = tuple(Part(len(rows), weight) for rows, weight in zip(train, weights, strict=True))
@@ -182,19 +190,19 @@ def _load_splits[R: (Row, Conversation, PreferencePair), T: (Prompt, Example, Ex
 
 
 def _within_limit[R: (Row, Conversation, PreferencePair), T: (Prompt, Example, ExamplePair)](
-    settings: DataSettings, data_set: str, rows: Sequence[R], encode: Encode[R, T]
-) -> tuple[T, ...]:
+    settings: DataSettings, data_set: str, rows: Sequence[R], encode: Encode[R, T], bad: BadRows
+) -> tuple[tuple[T, ...], int]:
     """Encode rows; refuse, mask or leave out the too long ones, as `data.overlong_rows` says, with a warning.
 
+    Returns:
+        The rows, and how many were too long.
+
     Raises:
-        DataError: A row is too long and that is an error, or all are too long.
+        DataError: A row is too long and that is an error, or all are too long, or one cannot be used.
     """
     limit, way = settings.max_input_seq_length, settings.overlong_rows
     encoded: dict[int, T] = {}  # by identity: published data sets have the same row up to a hundred times
-    for row in rows:
-        if id(row) in encoded:
-            continue
-        one = encode(row)
+    for row, one in bad.usable({id(row): row for row in rows}.values(), lambda row: (row, encode(row))):
         if one.num_tokens > limit:
             if way == "error":
                 raise DataError(
@@ -203,8 +211,9 @@ def _within_limit[R: (Row, Conversation, PreferencePair), T: (Prompt, Example, E
                 )
             one = one.masked(limit)
         encoded[id(row)] = one
-    overlong = [row.origin for row in rows if not encoded[id(row)].loss_multiplier]
-    if overlong and len(overlong) == len(rows):
+    usable = [row for row in rows if id(row) in encoded]
+    overlong = [row.origin for row in usable if not encoded[id(row)].loss_multiplier]
+    if overlong and len(overlong) == len(usable):
         raise DataError(
             f"{overlong[0]}: this row and all others of {data_set} are longer than "
             f"data.max_input_seq_length={limit} tokens; raise the limit"
@@ -212,11 +221,11 @@ def _within_limit[R: (Row, Conversation, PreferencePair), T: (Prompt, Example, E
     if overlong:
         logger.warning(
             "%d of %d rows of %s are longer than data.max_input_seq_length=%d tokens, first %s: they are %s",
-            len(overlong), len(rows), data_set, limit, overlong[0],
+            len(overlong), len(usable), data_set, limit, overlong[0],
             "left out" if way == "drop" else "not trained on",
         )  # fmt: skip
-    found = (encoded[id(row)] for row in rows)
-    return tuple(one for one in found if one.loss_multiplier or way != "drop")
+    found = (encoded[id(row)] for row in usable)
+    return tuple(one for one in found if one.loss_multiplier or way != "drop"), len(overlong)
 
 
 def _parts(source: DataSource | MixtureConfig) -> tuple[tuple[DataSource, float | None], ...]:
@@ -237,8 +246,12 @@ def _where(source: DataSource) -> str:
     return f" in {source.path if isinstance(source, FileKeys) else source.dataset_name}"
 
 
-def load_rows(settings: DataSource) -> Splits[Row]:
+def load_rows(settings: DataSource, bad: BadRows) -> Splits[Row]:
     """Questions with answers of one data set, split in training and validation.
+
+    Args:
+        settings: The keys of the data set.
+        bad: Decides about rows that cannot be used.
 
     Raises:
         DataError: The data cannot be used; the message says which file, line or key.
@@ -247,27 +260,37 @@ def load_rows(settings: DataSource) -> Splits[Row]:
         case ArithmeticConfig():
             return load_arithmetic(settings)
         case ResponseDatasetConfig():
-            return load_responses(settings)
+            return load_responses(settings, bad)
         case OpenMathInstruct2Config() | MathProblemsConfig() | Gsm8kConfig() | MathConfig():
-            return load_questions(settings)
+            return load_questions(settings, bad)
         case _:
             raise DataError(f"{settings.dataset_name} has no questions with answers; name a data set that has")
 
 
-def _conversations(source: DataSource) -> Splits[Conversation]:
+def _conversations(source: DataSource, bad: BadRows) -> Splits[Conversation]:
     """Any data set of SFT as conversations."""
     templates = load_templates(source)
-    if isinstance(source, OpenAIFormatConfig | SquadConfig | ConversationsConfig):
-        is_file = isinstance(source, OpenAIFormatConfig)
-        loaded = load_conversations(source) if is_file else load_published_conversations(source)
-        return loaded.map(lambda row: replace(row, messages=tuple(with_prompt_files(row.messages, templates))))
-    process = processor_named(source.processor)
+
+    def in_templates(row: Conversation) -> Conversation:
+        return replace(row, messages=tuple(with_prompt_files(row.messages, templates)))
 
     def answered(row: Row) -> Conversation:
+        if not isinstance(row.answer, str):
+            raise DataError(
+                f"{row.origin}: there are {len(row.answer)} answers, and SFT imitates one; name it, such as "
+                "output_key=answers.0"
+            )
         messages = (*process(row, templates), {"role": "assistant", "content": row.answer})
         return Conversation(messages=messages, origin=row.origin, tools=row.tools)
 
-    return load_rows(source).map(answered)
+    if isinstance(source, OpenAIFormatConfig):
+        return load_conversations(source, bad).map(in_templates)
+    if isinstance(source, SquadConfig | ConversationsConfig):
+        return load_published_conversations(source, bad).map(in_templates)
+    process = processor_named(source.processor)
+    rows = load_rows(source, bad)
+    train, validation = (tuple(bad.usable(part, answered)) for part in (rows.train, rows.validation))
+    return Splits(train, validation)
 
 
 def data_set_names(sources: Sequence[DataSource]) -> list[str]:

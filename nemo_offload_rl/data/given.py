@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nemo_offload_rl.data.readers import plain_row
 from nemo_offload_rl.keys.data import (
     BinaryPreferenceConfig,
     DataConfig,
@@ -41,8 +42,9 @@ def with_given_rows[Data: (DataConfig, SftDataConfig, DpoDataConfig)](
 ) -> Data:
     """The section `data` with rows instead of its data sets; `data.default` applies to them.
 
-    Columns are `prompt` and `answer` (may be absent) for GRPO; `messages`, or `prompt` and `completion`, for SFT;
-    `prompt` (may be absent), `chosen` and `rejected` for DPO. All other columns reach rewards and processors.
+    Columns for GRPO and distillation are `prompt`, or `messages` or `conversations` whose last message is the answer,
+    and `answer` (may be absent). For SFT they are `messages` or `conversations`, or `prompt` and `completion`. For DPO
+    they are `prompt` (may be absent), `chosen` and `rejected`. All other columns reach rewards and processors.
 
     Args:
         data: The section.
@@ -57,10 +59,12 @@ def with_given_rows[Data: (DataConfig, SftDataConfig, DpoDataConfig)](
 
 
 def _source(data: Any, rows: Rows, name: str) -> Any:
-    found: Sequence[Any] = list(rows)
+    is_table = hasattr(rows, "column_names")  # a `datasets.Dataset`
+    found: Sequence[Any] = [plain_row(row) if is_table else _with_lists(row) for row in rows]
     columns = set(found[0]) if found and isinstance(found[0], Mapping) else set()
     default = {key: getattr(data.default, key) for key in keys_of(TaskKeys) if hasattr(data.default, key)}
     common = {"path": name, "split_validation_size": 0.0, "seed": 0, **default}
+    chat_key = next((key for key in ("messages", "conversations") if key in columns), None)
     if isinstance(data, DpoDataConfig):
         return GivenPairs(
             dataset_name="BinaryPreferenceDataset",
@@ -70,11 +74,29 @@ def _source(data: Any, rows: Rows, name: str) -> Any:
             rows=found,
             **common,
         )
-    if isinstance(data, SftDataConfig) and "messages" in columns:
-        return GivenConversations(dataset_name="OpenAIFormatDataset", chat_key="messages", rows=found, **common)
+    if isinstance(data, SftDataConfig) and chat_key is not None:
+        return GivenConversations(dataset_name="OpenAIFormatDataset", chat_key=chat_key, rows=found, **common)
+    input_key = "prompt" if "prompt" in columns or chat_key is None else chat_key
     output_key = "completion" if isinstance(data, SftDataConfig) else "answer"
+    if input_key == chat_key and "answer" not in columns and _is_answered(found[0][chat_key]):
+        output_key = chat_key
     if output_key == "answer":
         found = [{"answer": "", **row} if isinstance(row, Mapping) else row for row in found]
     return GivenQuestions(
-        dataset_name="ResponseDataset", input_key="prompt", output_key=output_key, rows=found, **common
+        dataset_name="ResponseDataset", input_key=input_key, output_key=output_key, rows=found, **common
     )
+
+
+def _is_answered(messages: Any) -> bool:
+    """Whether the last message is the assistant's."""
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    return isinstance(last, Mapping) and last.get("role", last.get("from")) in ("assistant", "gpt")
+
+
+def _with_lists(value: Any) -> Any:
+    """Turn arrays of NumPy, which rows of pandas have, into lists."""
+    if isinstance(value, Mapping):
+        return {key: _with_lists(entry) for key, entry in value.items()}
+    if isinstance(value, list) or getattr(value, "ndim", 0) == 1:
+        return [_with_lists(entry) for entry in value]
+    return value

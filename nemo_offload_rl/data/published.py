@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nemo_offload_rl.data.bad_rows import BadRows
 from nemo_offload_rl.data.readers import Record, read_records
 from nemo_offload_rl.data.records import Conversation, PreferencePair, Row, Splits
 from nemo_offload_rl.data.rows import binary_pair, conversation, field_of, opening, split_by, text_of
@@ -116,45 +117,50 @@ _PAIRS: Mapping[str, _Source] = {
 }
 
 
-def load_questions(settings: PublishedQuestions) -> Splits[Row]:
+def load_questions(settings: PublishedQuestions, bad: BadRows) -> Splits[Row]:
     """Questions with their answers; equal ones share one row.
 
+    Args:
+        settings: The keys of the data set.
+        bad: Decides about rows of another form than the published ones.
+
     Raises:
-        DataError: The data cannot be read, or a row has another form than the published ones; the message names it.
+        DataError: The data cannot be read, or a row has another form; the message names it.
     """
     problems, split = _problems_of(settings)
     unique: dict[tuple[str, str], Row] = {}
-    rows: list[Row] = []
-    for record in _records(settings, problems.source, split):
+
+    def row_of(record: Record) -> Row:
         text = text_of(record, problems.output_key, "path")
         answer = problems.extract(text)
         if answer is None:
             raise DataError(f"{record.origin}: {problems.output_key!r} has no answer; set extract_answer to false")
         question = text_of(record, problems.input_key, "path")
-        row = Row(question=question, answer=answer, origin=record.origin)
-        rows.append(unique.setdefault((question, answer), row))
+        return unique.setdefault((question, answer), Row(question=question, answer=answer, origin=record.origin))
+
+    rows = list(bad.usable(_records(settings, problems.source, split, bad), row_of))
     rows *= settings.repeat if isinstance(settings, MathProblemsConfig) else 1
     return split_by(rows, lambda row: row.question, size=settings.split_validation_size, seed=settings.seed)
 
 
-def load_published_conversations(settings: PublishedConversations) -> Splits[Conversation]:
-    """Conversations; with `max_samples`, a seeded draw of so many. Errors as in `load_questions`."""
+def load_published_conversations(settings: PublishedConversations, bad: BadRows) -> Splits[Conversation]:
+    """Conversations; with `max_samples`, a seeded draw of so many. The rest is as in `load_questions`."""
     match settings:
         case SquadConfig():
-            rows = [_squad(record) for record in _records(settings, _SQUAD, settings.split)]
+            rows = list(bad.usable(_records(settings, _SQUAD, settings.split, bad), _squad))
         case ConversationsConfig():
-            records = list(_records(settings, _CONVERSATIONS[settings.dataset_name], None))
+            records = list(_records(settings, _CONVERSATIONS[settings.dataset_name], None, bad))
             if settings.max_samples is not None and settings.max_samples < len(records):
                 records = random.Random(settings.seed).sample(records, settings.max_samples)
-            rows = [conversation(record, "messages", None) for record in records]
+            rows = list(bad.usable(records, lambda record: conversation(record, "messages", None)))
     return split_by(rows, lambda row: opening(row.messages), size=settings.split_validation_size, seed=settings.seed)
 
 
-def load_published_pairs(settings: PublishedPairsConfig) -> Splits[PreferencePair]:
-    """Pairs, without those in which neither response is better. Errors as in `load_questions`."""
+def load_published_pairs(settings: PublishedPairsConfig, bad: BadRows) -> Splits[PreferencePair]:
+    """Pairs, without those in which neither response is better. The rest is as in `load_questions`."""
     name = settings.dataset_name
     pair_of = _helpsteer3 if name == "HelpSteer3" else _whole_conversations
-    pairs = [pair_of(record) for record in _records(settings, _PAIRS[name], settings.split)]
+    pairs = list(bad.usable(_records(settings, _PAIRS[name], settings.split, bad), pair_of))
     rows = [pair for pair in pairs if pair is not None]
     if len(rows) < len(pairs):
         logger.warning(
@@ -181,12 +187,14 @@ def _problems_of(settings: PublishedQuestions) -> tuple[_Problems, str | None]:
             return _PROBLEMS[settings.dataset_name], None
 
 
-def _records(settings: PublishedKeys, source: _Source, split: str | None) -> Iterator[Record]:
+def _records(settings: PublishedKeys, source: _Source, split: str | None, bad: BadRows) -> Iterator[Record]:
     if settings.path is not None:
-        yield from read_records(Path(settings.path), split, columns=source.columns)
+        yield from read_records(Path(settings.path), split, columns=source.columns, bad=bad)
         return
     for subset in source.subsets:
-        yield from read_records(Path(source.repository), split or source.split, subset=subset, columns=source.columns)
+        yield from read_records(
+            Path(source.repository), split or source.split, subset=subset, columns=source.columns, bad=bad
+        )
 
 
 def _squad(record: Record) -> Conversation:

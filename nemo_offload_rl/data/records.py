@@ -15,7 +15,15 @@ type Message = dict[str, Any]
 type Tools = list[dict[str, Any]]
 """Functions that the assistant may call, each a JSON schema, as chat templates read them."""
 
+type Answer = str | list[str]
+"""The right answer, or several answers of which any is right."""
+
 _MASKED_TOKENS = 4  # that are kept of a too long row; NeMo-RL keeps as many of each message
+
+
+def accepted(answer: Answer) -> list[str]:
+    """All answers that are right."""
+    return [answer] if isinstance(answer, str) else answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +32,7 @@ class Row:
 
     Attributes:
         question: The user's question, without prompt file or chat template; of `messages` the text of the user's last.
-        answer: The reference answer that an environment compares with, or the response that SFT imitates.
+        answer: The reference answer that an environment compares with, or the response that SFT imitates; "" for none.
         origin: Where the row comes from, for error messages: "train.jsonl:12" or "arithmetic problem 3".
         metadata: Anything else that an environment reads.
         tools: For the chat template; None if the assistant has none.
@@ -32,7 +40,7 @@ class Row:
     """
 
     question: str
-    answer: str
+    answer: Answer
     origin: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
     tools: Tools | None = None
@@ -62,7 +70,7 @@ class Prompt:
 
     token_ids: tuple[int, ...]
     text: str
-    reference_answer: str
+    reference_answer: Answer
     env_name: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
     data_set: str = ""

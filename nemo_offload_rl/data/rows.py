@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from decimal import Decimal
 from itertools import takewhile
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from nemo_offload_rl.data.bad_rows import BadRows
 from nemo_offload_rl.data.readers import Record, read_records
-from nemo_offload_rl.data.records import Conversation, Message, PreferencePair, Row, Splits
+from nemo_offload_rl.data.records import Answer, Conversation, Message, PreferencePair, Row, Splits
 from nemo_offload_rl.data.tools import tools_of, with_tool_calls
 from nemo_offload_rl.errors import DataError
 from nemo_offload_rl.keys.data import (
@@ -27,19 +31,25 @@ from nemo_offload_rl.keys.data_source import FileKeys, GivenRows
 logger = logging.getLogger(__name__)
 
 
-def load_responses(settings: ResponseDatasetConfig) -> Splits[Row]:
+def load_responses(settings: ResponseDatasetConfig, bad: BadRows) -> Splits[Row]:
     """Questions with their answers; a seeded share is kept for validation.
+
+    Args:
+        settings: The keys of the data set.
+        bad: Decides about rows of the wrong form.
 
     Raises:
         DataError: The data cannot be read, or a row has the wrong form; the message names file and line.
     """
-    records = _with_whole_numbers(_records(settings), settings.output_key)
-    rows = [
-        replace(
-            response_row(record, settings.input_key, settings.output_key), tools=tools_of(record, settings.tool_key)
-        )
-        for record in records
-    ]
+
+    def row_of(record: Record) -> Row:
+        row = response_row(record, settings.input_key, settings.output_key)
+        return replace(row, tools=tools_of(record, settings.tool_key))
+
+    records = _records(settings, bad)
+    if settings.output_key is not None:
+        records = _with_whole_numbers(records, settings.output_key)
+    rows = list(bad.usable(records, row_of))
     return split_by(rows, lambda row: row.asked, size=settings.split_validation_size, seed=settings.seed)
 
 
@@ -64,37 +74,40 @@ def _with_whole_numbers(records: list[Record], key: str) -> list[Record]:
     ]
 
 
-def load_conversations(settings: OpenAIFormatConfig) -> Splits[Conversation]:
-    """Conversations; those with the same opening stay on one side of the split. Errors as in `load_responses`."""
-    records = _records(settings)
-    rows = [conversation(record, settings.chat_key, settings.tool_key) for record in records]
+def load_conversations(settings: OpenAIFormatConfig, bad: BadRows) -> Splits[Conversation]:
+    """Conversations; those with the same opening stay on one side of the split. The rest is as in `load_responses`."""
+    records = _records(settings, bad)
+    rows = list(bad.usable(records, lambda record: conversation(record, settings.chat_key, settings.tool_key)))
     return split_by(rows, lambda row: opening(row.messages), size=settings.split_validation_size, seed=settings.seed)
 
 
-def load_pairs(settings: BinaryPreferenceConfig | PreferenceConfig) -> Splits[PreferencePair]:
-    """Pairs; those with the same prompt stay on one side of the split. Errors as in `load_responses`."""
-    records = _records(settings)
-    if isinstance(settings, PreferenceConfig):
-        rows = [ranked_pair(record) for record in records]
-    else:
-        keys = settings.prompt_key, settings.chosen_key, settings.rejected_key
-        rows = [binary_pair(record, *keys) for record in records]
-    pairs = zip(rows, records, strict=True)
-    rows = [replace(row, tools=tools_of(record, settings.tool_key)) for row, record in pairs]
+def load_pairs(settings: BinaryPreferenceConfig | PreferenceConfig, bad: BadRows) -> Splits[PreferencePair]:
+    """Pairs; those with the same prompt stay on one side of the split. The rest is as in `load_responses`."""
+
+    def pair_of(record: Record) -> PreferencePair:
+        if isinstance(settings, PreferenceConfig):
+            pair = ranked_pair(record)
+        else:
+            pair = binary_pair(record, settings.prompt_key, settings.chosen_key, settings.rejected_key)
+        return replace(pair, tools=tools_of(record, settings.tool_key))
+
+    rows = list(bad.usable(_records(settings, bad), pair_of))
     return split_by(rows, lambda row: repr(row.prompt), size=settings.split_validation_size, seed=settings.seed)
 
 
-def _records(settings: FileKeys) -> list[Record]:
+def _records(settings: FileKeys, bad: BadRows) -> list[Record]:
     if not isinstance(settings, GivenRows):
-        return read_records(Path(settings.path), settings.split, subset=settings.subset)
+        return read_records(Path(settings.path), settings.split, subset=settings.subset, bad=bad)
     if not settings.rows:
         raise DataError(f"{settings.path} has no rows; give some")
-    records = []
-    for number, row in enumerate(settings.rows):
-        if not isinstance(row, Mapping):
-            raise DataError(f"{settings.path}[{number}] is a {type(row).__name__}; give a dictionary for each row")
-        records.append(Record(row, f"{settings.path}[{number}]"))
-    return records
+    rows = ((f"{settings.path}[{number}]", row) for number, row in enumerate(settings.rows))
+    return list(bad.usable(rows, lambda row: _given_record(*row)))
+
+
+def _given_record(origin: str, row: Any) -> Record:
+    if not isinstance(row, Mapping):
+        raise DataError(f"{origin} is a {type(row).__name__}; give a dictionary for each row")
+    return Record(row, origin)
 
 
 def split_by[T](rows: Sequence[T], key: Callable[[T], str], *, size: float, seed: int) -> Splits[T]:
@@ -123,64 +136,93 @@ def split_by[T](rows: Sequence[T], key: Callable[[T], str], *, size: float, seed
     )
 
 
-def response_row(record: Record, input_key: str, output_key: str) -> Row:
+def response_row(record: Record, input_key: str, output_key: str | None) -> Row:
     """A prompt and its answer; every other field, and the answer's under its own name, as metadata.
 
-    The prompt is text, a number, or a list of messages; the answer is text, a number, or one message of the assistant.
+    The prompt is text, a number, or a list of messages. The answer is text, a number, a list of these, or one message
+    of the assistant. If both keys name the same list of messages, its last one is the answer. Without an `output_key`
+    the answer is "".
     """
     rest = {key: value for key, value in record.fields.items() if key != input_key}
-    messages = _prompt_messages(record, input_key)
-    if messages is None:
-        question = text_of(record, input_key, "input_key")
-    else:
-        question = next(message["content"] for message in reversed(messages) if message["role"] == "user")
+    value = field_of(record, input_key, "input_key")
+    given = message_list(value)
+    if given is None:
+        if isinstance(value, list):
+            raise DataError(
+                f"{record.origin}: field {input_key!r} is a list, but not of messages; write objects with `role` and "
+                f"`content`, or text, or name the entry with the text, such as input_key={input_key}.0"
+            )
+        return Row(
+            question=text_of(record, input_key, "input_key"),
+            answer=_answer(record, output_key),
+            origin=record.origin,
+            metadata=rest,
+        )
+    messages, answer = _messages(given, input_key, record.origin), None
+    if input_key == output_key:
+        messages, answer = messages[:-1], _text_of_answer(messages[-1:], input_key, record.origin)
     return Row(
-        question=question,
-        answer=_answer(record, output_key),
+        question=_question(messages, input_key, record.origin),
+        answer=_answer(record, output_key) if answer is None else answer,
         origin=record.origin,
         metadata=rest,
         messages=messages,
     )
 
 
-def _prompt_messages(record: Record, key: str) -> tuple[Message, ...] | None:
-    """The prompt as messages; None if the field holds something else."""
-    value = field_of(record, key, "input_key")
-    if not is_message_list(value):
-        return None
-    messages = _messages(value, key, record.origin)
-    if not any(message["role"] == "user" for message in messages):
-        raise DataError(f"{record.origin}: field {key!r} has no message of the user; a prompt needs one")
+def _question(messages: Sequence[Message], key: str, origin: str) -> str:
+    """What the user says last in a prompt."""
+    said = [message["content"] for message in messages if message["role"] == "user"]
+    if not said:
+        raise DataError(f"{origin}: field {key!r} has no message of the user; a prompt needs one")
     if messages[-1]["role"] == "assistant":
         raise DataError(
-            f"{record.origin}: field {key!r} ends with the assistant, so there is nothing left to answer; leave that "
-            "message out, or for SFT use dataset_name=OpenAIFormatDataset"
+            f"{origin}: field {key!r} ends with the assistant, so there is nothing left to answer; leave that message "
+            f"out, or set output_key={key} too, which makes it the answer"
         )
-    return messages
+    return said[-1]
 
 
-def _answer(record: Record, key: str) -> str:
-    """A field with text, a number or a list of one message of the assistant, as text."""
+def _answer(record: Record, key: str | None) -> Answer:
+    """A field with text, a number, a list of these, or a list of one message of the assistant."""
+    if key is None:
+        return ""
     value = field_of(record, key, "output_key")
-    if not is_message_list(value):
+    if (given := message_list(value)) is not None:
+        return _text_of_answer(_messages(given, key, record.origin), key, record.origin)
+    if not isinstance(value, list) or not value:
         return text_of(record, key, "output_key")
-    messages = _messages(value, key, record.origin)
+    texts = [_text(entry, record.origin, f"{key}.{index}", "output_key") for index, entry in enumerate(value)]
+    return texts if len(texts) > 1 else texts[0]
+
+
+def _text_of_answer(messages: Sequence[Message], key: str, origin: str) -> str:
     if [message["role"] for message in messages] != ["assistant"] or "tool_calls" in messages[0]:
         raise DataError(
-            f"{record.origin}: field {key!r} is not one message of the assistant with text alone; for SFT write the "
-            "whole conversation into one field and use dataset_name=OpenAIFormatDataset"
+            f"{origin}: the answer in the field {key!r} is not one message of the assistant with text alone; for SFT "
+            "write the whole conversation into one field and use dataset_name=OpenAIFormatDataset"
         )
     return messages[0]["content"]
 
 
-def is_message_list(value: Any) -> bool:
-    """Tell whether a field holds messages: a list of objects, with `role` in the first."""
-    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping) and "role" in value[0]
+def message_list(value: Any) -> list[Any] | None:
+    """The messages in a field: a list of objects with `role` (or ShareGPT's `from`) in the first, or its JSON text.
+
+    Returns:
+        The list; None if the field holds something else.
+    """
+    if isinstance(value, str) and value.lstrip().startswith("[") and value.rstrip().endswith("]"):
+        with suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    if not isinstance(value, list) or not value or not isinstance(value[0], Mapping):
+        return None
+    return value if "role" in value[0] or "from" in value[0] else None
 
 
 def conversation(record: Record, chat_key: str, tool_key: str | None) -> Conversation:
     """Messages, at least one of them the assistant's, and the row's tools."""
-    messages = _messages(field_of(record, chat_key, "chat_key"), chat_key, record.origin)
+    value = field_of(record, chat_key, "chat_key")
+    messages = _messages(message_list(value) or value, chat_key, record.origin)
     if not any(message["role"] == "assistant" for message in messages):
         raise DataError(
             f"{record.origin}: no message is the assistant's, so there is nothing to learn; take the row out"
@@ -260,46 +302,71 @@ def field_of(record: Record, key: str, setting: str | None) -> Any:
 
 def text_of(record: Record, key: str, setting: str) -> str:
     """A field with text or a number, as text."""
-    value = field_of(record, key, setting)
-    if isinstance(value, bool) or not isinstance(value, str | Real) or value != value:
+    return _text(field_of(record, key, setting), record.origin, key, setting)
+
+
+def _text(value: Any, origin: str, key: str, setting: str) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | Real | Decimal) or value != value:
         kind = {"NoneType": "empty (null)", "float": "not a number (NaN)"}.get(type(value).__name__)
         path = f", or name the entry in it, such as {setting}={key}.0" if isinstance(value, list) else ""
-        fact = f"{record.origin}: field {key!r} is {kind or 'a ' + type(value).__name__}"
+        fact = f"{origin}: field {key!r} is {kind or 'a ' + type(value).__name__}"
         raise DataError(f"{fact}; write text or a number{path}")
     return str(value)
 
 
 def _as_messages(value: Any, key: str, role: str, origin: str) -> tuple[Message, ...]:
-    return ({"role": role, "content": value},) if isinstance(value, str) else _messages(value, key, origin)
+    """Messages, or text as one message of `role`."""
+    given = message_list(value)
+    if given is None and isinstance(value, str):
+        return ({"role": role, "content": value},)
+    return _messages(value if given is None else given, key, origin)
 
 
 def _messages(value: Any, key: str, origin: str) -> tuple[Message, ...]:
     if not isinstance(value, list) or not value:
         kind = "an empty list" if value == [] else f"a {type(value).__name__}"
         raise DataError(f"{origin}: field {key!r} is {kind}; write a list of messages with `role` and `content`")
-    messages = []
-    for number, entry in enumerate(value, start=1):
-        # Tables give every message all fields of any, None for those that it lacks.
-        message = {k: v for k, v in entry.items() if v is not None} if isinstance(entry, Mapping) else {}
-        message = with_tool_calls(message, f"{origin}: message {number} of {key!r}")
-        if isinstance(message.get("content"), list):
-            message["content"] = _joined(message["content"], f"{origin}: message {number} of {key!r}")
-        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-            raise DataError(
-                f"{origin}: message {number} of {key!r} has no text for `role` or `content`; write both (a message "
-                "with `tool_calls` needs no `content`)"
-            )
-        messages.append(message)
-    return tuple(messages)
+    return tuple(
+        _message(entry, f"{origin}: message {number} of {key!r}") for number, entry in enumerate(value, start=1)
+    )
+
+
+_SHARE_GPT = {"human": "user", "gpt": "assistant"}
+_ROLES = ("system", "user", "assistant", "tool")
+
+
+def _message(entry: Any, where: str) -> Message:
+    """One message with text as its content; `where` names it in errors."""
+    # Tables give every message all fields of any, None for those that it lacks.
+    message = {k: v for k, v in entry.items() if v is not None} if isinstance(entry, Mapping) else {}
+    if "from" in message and "role" not in message:
+        author, said = message.pop("from"), message.pop("value", None)
+        role = _SHARE_GPT.get(author, author)
+        if role not in _ROLES:
+            raise DataError(f"{where} is from {author!r}; write one of {', '.join((*_SHARE_GPT, *_ROLES))}")
+        message = {"role": role, "content": said, **message}
+    message = with_tool_calls(message, where)
+    if isinstance(message.get("content"), list):
+        message["content"] = _joined(message["content"], where)
+    if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+        raise DataError(
+            f"{where} has no text for `role` or `content`; write both (a message with `tool_calls` needs no `content`)"
+        )
+    return message
+
+
+_TEXT_PARTS = ("text", "input_text", "output_text")  # of OpenAI's chat completions and responses
 
 
 def _joined(parts: Sequence[Any], where: str) -> str:
     """The text of a content that is a list of parts, as in OpenAI's format."""
     texts = []
     for part in parts:
-        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise DataError(f"{where} has a part of type {kind}; text alone is trained on, take the row out")
+        kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+        if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
+            raise DataError(
+                f"{where} has a part of type {kind}, and models are trained on text alone; take the row out"
+            )
         texts.append(part["text"])
     return "".join(texts)
 

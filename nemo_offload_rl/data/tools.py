@@ -24,7 +24,7 @@ def tools_of(record: Record, key: str | None) -> Tools | None:
     value = record.fields[key] if key is not None and key in record.fields else None
     if isinstance(value, str):
         value = _parsed(value, f"{record.origin}: field {key!r}")
-    if not value:
+    if not value or value != value:  # NaN is an empty cell of pandas
         return None
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
         raise DataError(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from nemo_offload_rl.data.records import Message
+from nemo_offload_rl.data.records import Answer, Message
 from nemo_offload_rl.environments.grading_pool import Failed, GradingPool, MadeOnce, TimedOut
 from nemo_offload_rl.environments.outcomes import OnError, Outcome, plain_score
 from nemo_offload_rl.targets import UserCode, told
@@ -35,7 +35,7 @@ class AgentTask:
         model: The model's name in the API.
         question: The row's prompt without prompt files, since agents write their messages themselves. For a prompt of
             messages, the text of the user's last one.
-        answer: The reference answer.
+        answer: The reference answer; a list if the row has several.
         metadata: The row's other columns.
         messages: The row's prompt as messages: one user message if the row has text.
     """
@@ -44,7 +44,7 @@ class AgentTask:
     api_key: str
     model: str
     question: str
-    answer: str
+    answer: Answer
     metadata: Mapping[str, Any]
     messages: Sequence[Message]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from nemo_offload_rl.data.records import Message
+from nemo_offload_rl.data.records import Answer, Message
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Response:
         prompt_text: The rendered prompt.
         text: The policy's text in this turn, without special tokens.
         truncated: The response was cut at a token limit.
-        reference_answer: The right answer.
+        reference_answer: The right answer; a list if the row has several, each of them right.
         metadata: The problem's metadata.
         earlier: The turns before this one, in their order.
         may_go_on: The policy may have another turn; otherwise this response is the last.
@@ -39,7 +39,7 @@ class Response:
     prompt_text: str
     text: str
     truncated: bool
-    reference_answer: str
+    reference_answer: Answer
     metadata: Mapping[str, Any]
     earlier: tuple[Turn, ...] = ()
     may_go_on: bool = False

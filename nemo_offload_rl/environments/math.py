@@ -6,24 +6,39 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from nemo_offload_rl.data.records import Answer, accepted
 from nemo_offload_rl.environments.grading_pool import GradingPool, graded
 from nemo_offload_rl.environments.interfaces import Environment, Observation, Response, Score, Unscored
 from nemo_offload_rl.environments.outcomes import OnError, Outcome, settled
 
 
-def verified_answer(response_text: str, reference_answer: str) -> tuple[bool, str | None]:
-    """Compare the answer found in a response (LaTeX, a boxed formula or a plain number) with the reference.
+def verified_answer(response_text: str, reference_answer: Answer) -> tuple[bool, str | None]:
+    """Compare the answer found in a response (LaTeX, a boxed formula or a plain number) with each right one.
 
     A percentage matches its value and its number: 5%, 5 and 0.05 are equal. There is no time limit: sympy may compute
     forever on an answer such as a tower of powers.
 
     Returns:
-        True if they are equal, and the answer as one formula (None if there is none).
+        True if it equals one of them, and the answer as one formula (None if there is none).
     """
+    answer = _parsed(response_text)
+    is_right = any(_equal(_parsed(f"\\boxed{{{one}}}"), answer) for one in accepted(reference_answer))
+    return is_right, str(answer[0]) if answer else None
+
+
+def same_answers(first_text: str, second_text: str) -> bool:
+    """Tell whether two responses give equal answers, such as 1/2 and 0.5. There is no time limit.
+
+    math-verify compares an assignment such as x=5 with 5 in one direction only, so either one counts.
+    """
+    first, second = _parsed(first_text), _parsed(second_text)
+    return _equal(first, second) or _equal(second, first)
+
+
+def _equal(reference: list[Any], answer: list[Any]) -> bool:
     import math_verify  # heavy (sympy)
 
-    reference, answer = _parsed(f"\\boxed{{{reference_answer}}}"), _parsed(response_text)
-    return bool(math_verify.verify(reference, answer, timeout_seconds=0)), str(answer[0]) if answer else None
+    return bool(math_verify.verify(reference, answer, timeout_seconds=0))
 
 
 def _parsed(text: str) -> list[Any]:
@@ -68,13 +83,13 @@ _REWRITTEN = (
 )
 
 
-def compared_answer(response_text: str, reference_answer: str) -> tuple[bool, str | None]:
-    """Compare the response's last `Answer:` line with the reference; also return that answer, None without a line."""
+def compared_answer(response_text: str, reference_answer: Answer) -> tuple[bool, str | None]:
+    """Compare the response's last `Answer:` line with each right one; also return it, or None without such a line."""
     answers = _ANSWER.findall(response_text[-_READ_CHARACTERS:])
     if not answers:
         return False, None
     answer = normalized(answers[-1])
-    return answer == normalized(reference_answer), answer
+    return answer in map(normalized, accepted(reference_answer)), answer
 
 
 def normalized(answer: str) -> str:
@@ -93,7 +108,7 @@ def normalized(answer: str) -> str:
 
 # -- environments ------------------------------------------------------------------------------------------------------
 
-VERIFIERS: Mapping[str, Callable[[str, str], tuple[bool, str | None]]] = {
+VERIFIERS: Mapping[str, Callable[[str, Answer], tuple[bool, str | None]]] = {
     "hf_math_verify": verified_answer,
     "dapo_math_verify": compared_answer,
 }
@@ -121,7 +136,8 @@ class MathEnvironment:
         self._on_error: OnError = on_error
         self._pool = None
         if num_workers:
-            self._pool = GradingPool(self._verify, num_workers=num_workers, timeout_s=timeout_s, warm_up=("1", "1"))
+            warm_up = (self._verify, "1", "1")
+            self._pool = GradingPool(_called, num_workers=num_workers, timeout_s=timeout_s, warm_up=warm_up)
 
     def step(self, responses: Sequence[Response]) -> Sequence[Score | Observation | Unscored]:
         """See `Environment`.
@@ -139,9 +155,17 @@ class MathEnvironment:
         )
 
     def _outcomes(self, responses: Sequence[Response]) -> list[Outcome]:
-        jobs = [(response.text, response.reference_answer) for response in responses]
-        answers = [graded(self._verify, job) for job in jobs] if self._pool is None else self._pool.map(jobs)
+        answers = self._map([(self._verify, response.text, response.reference_answer) for response in responses])
         return [_score(*answer) if isinstance(answer, tuple) else answer for answer in answers]
+
+    def same_answers(self, pairs: Sequence[tuple[str, str]]) -> list[bool]:
+        """Tell for pairs of responses whether their answers are equal; False where that cannot be told in time."""
+        if self.compares_text:
+            return [compared_answer(first, "")[1] == compared_answer(second, "")[1] for first, second in pairs]
+        return [outcome is True for outcome in self._map([(same_answers, *pair) for pair in pairs])]
+
+    def _map(self, jobs: Sequence[tuple[Any, ...]]) -> list[Any]:
+        return [graded(_called, job) for job in jobs] if self._pool is None else self._pool.map(jobs)
 
     def match_themselves(self, references: Sequence[str]) -> list[bool]:
         """See `ReferenceChecker`."""
@@ -158,6 +182,10 @@ class MathEnvironment:
         """End the grading processes; safe to call twice."""
         if self._pool is not None:
             self._pool.close()
+
+
+def _called(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
 
 
 class ArithmeticEnvironment:
@@ -182,7 +210,8 @@ class ArithmeticEnvironment:
     @staticmethod
     def _scored(response: Response) -> Score:
         answer = response.text.rpartition("=")[2].strip()
-        return _score(not response.truncated and answer == response.reference_answer.strip(), answer)
+        right = [one.strip() for one in accepted(response.reference_answer)]
+        return _score(not response.truncated and answer in right, answer)
 
 
 class RetryEnvironment:
@@ -194,12 +223,12 @@ class RetryEnvironment:
     """
 
     def __init__(self, environment: Environment, message: str) -> None:
-        self._environment = environment
+        self.environment = environment
         self._message = message
 
     def step(self, responses: Sequence[Response]) -> Sequence[Score | Observation | Unscored]:
         """See `Environment`."""
-        outcomes = self._environment.step(responses)
+        outcomes = self.environment.step(responses)
         return [
             Observation(self._message, otherwise=outcome)
             if response.may_go_on and isinstance(outcome, Score) and not outcome.correct
@@ -209,7 +238,7 @@ class RetryEnvironment:
 
     def close(self) -> None:
         """See `Environment`."""
-        self._environment.close()
+        self.environment.close()
 
 
 def _score(correct: bool, answer: str | None) -> Score:

@@ -18,6 +18,14 @@ from nemo_offload_rl.keys.published import (
 )
 from nemo_offload_rl.keys.section import doc, section, value_of
 
+BadRowsKey = Annotated[
+    Literal["error", "drop"],
+    doc(
+        "How to treat rows that cannot be used: `error` names the first one and ends the run; `drop` leaves them out "
+        "and logs their number, with file and line of the first ten. A data set without a usable row ends the run."
+    ),
+]
+
 
 @section
 class ArithmeticConfig(TaskKeys):
@@ -43,7 +51,14 @@ class ResponseDatasetConfig(FileKeys, ToolKeys, TaskKeys):
             "item of a list."
         ),
     ]
-    output_key: Annotated[str, doc("Row field with the answer, addressed in the same way.")]
+    output_key: Annotated[
+        str | None,
+        doc(
+            "Row field with the answer, addressed in the same way. A list has several answers, each of them right. If "
+            "it is the field of `input_key`, the last message there, the assistant's, is the answer. null: the rows "
+            "have no answers."
+        ),
+    ]
 
 
 @section
@@ -169,6 +184,7 @@ class DataConfig:
             "`error` names the row and ends the run."
         ),
     ] = "mask"
+    bad_rows: BadRowsKey = "error"
     add_bos: Annotated[
         bool, doc("Prepend the tokenizer's begin-of-sequence token if it has one and the template does not add it.")
     ] = True
@@ -193,6 +209,7 @@ class EvalDataConfig:
         Literal["drop", "error"],
         doc("How to treat longer prompts: `drop` removes them and logs their number, `error` ends the run."),
     ] = "drop"
+    bad_rows: BadRowsKey = "error"
     add_bos: Annotated[
         bool, doc("Prepend the tokenizer's begin-of-sequence token if it has one and the template does not add it.")
     ] = True
@@ -247,6 +264,7 @@ class SupervisedDataKeys:
             "counted in `data/overlong_rows`."
         ),
     ] = "error"
+    bad_rows: BadRowsKey = "error"
     add_bos: Annotated[
         bool, doc("Prepend the tokenizer's begin-of-sequence token if it has one and the template does not add it.")
     ] = True

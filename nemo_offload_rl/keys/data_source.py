@@ -60,8 +60,9 @@ class FileKeys(HeldOutKeys):
     path: Annotated[
         str,
         doc(
-            "A .jsonl, .json or .parquet file, a folder of such files, a folder saved by `datasets`, or the name of "
-            "a data set on the Hugging Face hub, such as `openai/gsm8k`, downloaded or read from the local cache.",
+            "A .jsonl, .json, .csv or .parquet file (the first three also as .gz), a folder of such files, a folder "
+            "saved by `datasets`, or the name of a data set on the Hugging Face hub, such as `openai/gsm8k`, "
+            "downloaded or read from the local cache.",
             min_length=1,
         ),
     ]

@@ -61,7 +61,8 @@ _BODY = """\
 <details><summary>{{ group[0].data_set }}, prompt {{ group[0].prompt_index + 1 }}:
 {{ num_right }} of {{ group | length }} right</summary>
 <pre>{{ group[0].prompt }}</pre>
-<p>Answer: {{ group[0].reference_answer }}</p>
+{% set right = group[0].reference_answer %}
+<p>Answer: {{ right if right is string else right | join(" or ") }}</p>
 {% for record in group %}
 {% set verdict = "unscored" if record.unscored else "right" if record.correct else "wrong" %}
 <p>{{ record.kind }}, {{ verdict }}{{ ", cut" if record.truncated }}</p>

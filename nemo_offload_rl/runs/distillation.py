@@ -7,17 +7,25 @@ import logging
 from nemo_offload_rl.algorithms.distillation import DistillationTrainer
 from nemo_offload_rl.backends.factory import check_model
 from nemo_offload_rl.backends.hf.model_folder import read_model_config
+from nemo_offload_rl.data.given import Rows
 from nemo_offload_rl.data.tokenizer import load_tokenizer
 from nemo_offload_rl.errors import ConfigError, first_line
 from nemo_offload_rl.keys.run_configs import DistillationConfig
 from nemo_offload_rl.runs.result import RunResult, result_of
-from nemo_offload_rl.runs.rollouts import open_run
+from nemo_offload_rl.runs.rollouts import GivenObjects, open_run
 
 logger = logging.getLogger(__name__)
 
 
-def run_distillation(config: DistillationConfig) -> RunResult:
+def run_distillation(
+    config: DistillationConfig, *, train_data: Rows | None = None, validation_data: Rows | None = None
+) -> RunResult:
     """Run on-policy distillation from a checked configuration; result and interrupts as of `run_grpo`.
+
+    Args:
+        config: From `load_distillation_config`.
+        train_data: Rows with `prompt` (and `answer`, for the accuracy), in place of `data.train` and `data.validation`.
+        validation_data: Such rows in place of `data.validation`.
 
     Raises:
         UserError: The user can fix the cause, or a worker died.
@@ -25,7 +33,8 @@ def run_distillation(config: DistillationConfig) -> RunResult:
     check_model(config.teacher_worker.model)
     check_vocabularies(config)
 
-    with open_run(config, teacher=config.teacher_worker) as (parts, last_step, resume_from):
+    given = GivenObjects(train_data=train_data, validation_data=validation_data)
+    with open_run(config, teacher=config.teacher_worker, given=given) as (parts, last_step, resume_from):
         trainer = DistillationTrainer(config.distillation, config.loss_fn, config.policy.generation, parts)
         trainer.run(last_step, resume_from)
     return result_of(parts.logger, parts.checkpoints)

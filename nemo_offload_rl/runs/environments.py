@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from nemo_offload_rl.data.records import Prompt, Splits
+from nemo_offload_rl.data.records import Answer, Prompt, Splits, accepted
 from nemo_offload_rl.environments.agents import AgentEnvironment, is_agent
 from nemo_offload_rl.environments.custom import SCORING_TIMEOUT_S, custom_environment
 from nemo_offload_rl.environments.interfaces import Environment, ReferenceChecker
@@ -70,7 +70,7 @@ def load_code(
 
 @contextmanager
 def open_environments(
-    settings: Mapping[str, EnvConfig], code: CodeOfEnvironments, prompts: Splits[Prompt]
+    settings: Mapping[str, EnvConfig], code: CodeOfEnvironments, prompts: Splits[Prompt], *, needs_answers: bool = True
 ) -> Iterator[dict[str, Environment | AgentEnvironment]]:
     """Make the environments, by name, for the `with` block.
 
@@ -78,6 +78,7 @@ def open_environments(
         settings: The keys `env.*`.
         code: From `load_code`.
         prompts: All prompts of the run; a user's reward may ask for the columns of their rows.
+        needs_answers: Refuse data sets without answers, and do not only warn; distillation can do without.
 
     Raises:
         UserCodeError: A user's environment cannot be made, or asks for an argument that it does not get.
@@ -118,7 +119,7 @@ def open_environments(
             message = section.retry_message
             environments[name] = environment if message is None else RetryEnvironment(environment, message)
             if isinstance(environment, ArithmeticEnvironment | MathEnvironment):
-                _check_references(name, environment, prompts)
+                _check_references(name, environment, prompts, needs_answers=needs_answers)
         yield environments
     finally:
         for environment in environments.values():
@@ -139,23 +140,26 @@ def _check_agent(name: str, section: EnvConfig, *, has_endpoint: bool) -> None:
         )
 
 
-def _check_references(name: str, environment: ReferenceChecker, prompts: Splits[Prompt]) -> None:
+def _check_references(
+    name: str, environment: ReferenceChecker, prompts: Splits[Prompt], *, needs_answers: bool
+) -> None:
     """Check each answer of the data against itself; warn of answers that no response can match, by data set."""
-    by_set: dict[str, list[str]] = {}
+    by_set: dict[str, list[Answer]] = {}
     for prompt in (*prompts.train, *prompts.validation):
         if prompt.env_name == name:
             by_set.setdefault(prompt.data_set, []).append(prompt.reference_answer)
     for data_set, references in by_set.items():
-        matches = environment.match_themselves(references)
-        blank = [reference for reference in references if not reference.strip()]
-        lost = [one for one, is_right in zip(references, matches, strict=True) if one.strip() and not is_right]
-        if len(blank) + len(lost) == len(references):
+        texts = list(dict.fromkeys(text for reference in references for text in accepted(reference)))
+        matching = {text for text, is_right in zip(texts, environment.match_themselves(texts), strict=True) if is_right}
+        blank = [one for one in references if not any(text.strip() for text in accepted(one))]
+        lost = [one for one in references if one not in blank and matching.isdisjoint(accepted(one))]
+        if len(blank) + len(lost) == len(references) and (needs_answers or lost):
             raise DataError(
                 f"data set {data_set}: env.{name} can judge no response right, because not one of {len(references)} "
                 f"answers equals itself there, such as {references[0]!r:.80}; name the field with the answers "
                 "(output_key), or set env_name to another environment"
             )
-        texts = [one for one in references if environment.compares_text and _SPELLINGS.search(one)]
+        texts = [one for one in references if environment.compares_text and any(map(_SPELLINGS.search, accepted(one)))]
         for found, fact in (
             (blank, "are blank, so no response to these prompts can be right"),
             (lost, "do not even equal themselves, so no response to these prompts can be right"),

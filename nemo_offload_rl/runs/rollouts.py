@@ -141,7 +141,7 @@ def open_run(
     with ExitStack() as stack:
         stack.enter_context(checkpoints.locked())
         resume_from, num_steps = resume_point(checkpoints, loader, section.max_num_steps, name)
-        environments = stack.enter_context(open_environments(config.env, code, prompts))
+        environments = stack.enter_context(open_environments(config.env, code, prompts, needs_answers=teacher is None))
         resume_after = None if resume_from is None else resume_from.step
         run_logger = stack.enter_context(RunLogger(config.logger, config.resolved, resume_after, given.callbacks))
         progress = stack.enter_context(RunProgress(num_steps, resume_after or 0))

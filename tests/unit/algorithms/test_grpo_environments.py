@@ -5,17 +5,25 @@ from __future__ import annotations
 import pytest
 from local_grpo import make_prompts
 
-from nemo_offload_rl.data.records import Prompt, Splits
+from nemo_offload_rl.data.records import Answer, Prompt, Splits
 from nemo_offload_rl.errors import DataError
 from nemo_offload_rl.keys.data import EnvConfig
 from nemo_offload_rl.runs.environments import open_environments
 
 
-def opened(name: str, *answers: str, data_set: str = "sums", other: tuple[Prompt, ...] = (), **keys: str) -> None:
+def opened(
+    name: str,
+    *answers: Answer,
+    data_set: str = "sums",
+    other: tuple[Prompt, ...] = (),
+    needs_answers: bool = True,
+    **keys: str,
+) -> None:
     made = make_prompts(answers, (data_set,))
     prompts = tuple(Prompt(**{**vars(prompt), "env_name": name}) for prompt in made)
     settings = {name: EnvConfig(num_workers=0, **keys)}
-    with open_environments(settings, {}, Splits(train=prompts[:1], validation=(*prompts[1:], *other))):
+    splits = Splits(train=prompts[:1], validation=(*prompts[1:], *other))
+    with open_environments(settings, {}, splits, needs_answers=needs_answers):
         pass
 
 
@@ -32,6 +40,9 @@ def test_answers_that_no_response_can_equal_are_counted_and_shown_by_data_set(ca
     caplog.clear()
     opened("arithmetic", "x=3", "7", " 8 ")
     assert len(caplog.messages) == 1 and "1 of 3 answers for env.arithmetic do not even" in caplog.messages[0]
+    caplog.clear()
+    opened("arithmetic", ["x=3", "7"], ["x=3", "y=3"], ["", "8"])
+    assert len(caplog.messages) == 1 and "1 of 3 answers for env.arithmetic do not even" in caplog.messages[0]
 
 
 @pytest.mark.parametrize(("name", "answers"), [("math", ("", " ")), ("arithmetic", ("a=1", ""))])
@@ -39,3 +50,10 @@ def test_a_data_set_of_which_no_answer_can_be_given_is_refused_though_another_on
     other = (Prompt(token_ids=(1,), text="p", reference_answer="4", env_name=name, data_set="fine"),)
     with pytest.raises(DataError, match=r"data set sums: .* not one of 2 answers equals itself .*\(output_key\)"):
         opened(name, *answers, other=other)
+
+
+def test_distillation_can_do_without_answers_but_not_with_wrong_ones(caplog):
+    opened("math", "", "", needs_answers=False)
+    assert "2 of 2 answers for env.math are blank" in caplog.text
+    with pytest.raises(DataError, match="not one of 2 answers equals itself"):
+        opened("arithmetic", "", "a=1", needs_answers=False)

@@ -1,4 +1,5 @@
 import json
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -6,6 +7,7 @@ from tiny_models import EOS_TOKEN, make_tokenizer
 
 from nemo_offload_rl.data.batch import collate_examples, collate_pairs
 from nemo_offload_rl.data.datasets import load_example_pairs, load_examples, load_prompts
+from nemo_offload_rl.data.given import with_given_rows
 from nemo_offload_rl.data.records import Part
 from nemo_offload_rl.data.tokenizer import example_text, whole_text
 from nemo_offload_rl.errors import DataError
@@ -14,6 +16,8 @@ from nemo_offload_rl.keys.data import (
     BinaryPreferenceConfig,
     DataConfig,
     DataDefaultConfig,
+    DpoDataConfig,
+    DpoDefaultConfig,
     GrpoMixtureConfig,
     OpenAIFormatConfig,
     ResponseDatasetConfig,
@@ -33,17 +37,29 @@ TOKENIZER.chat_template = (
 )
 
 
-def load(train=ARITHMETIC, validation=None, max_input_seq_length=64, chat_template_kwargs=None, overlong_rows="error"):
-    settings = DataConfig(
+def load(
+    train=ARITHMETIC,
+    validation=None,
+    max_input_seq_length=64,
+    chat_template_kwargs=None,
+    overlong_rows="error",
+    bad_rows="error",
+):
+    settings = data_config(train, validation, max_input_seq_length, overlong_rows, bad_rows)
+    return load_prompts(settings, TOKENIZER, chat_template_kwargs)
+
+
+def data_config(train, validation=None, max_input_seq_length=64, overlong_rows="error", bad_rows="error"):
+    return DataConfig(
         max_input_seq_length=max_input_seq_length,
         overlong_rows=overlong_rows,
+        bad_rows=bad_rows,
         add_bos=True,
         shuffle=True,
         train=train,
         validation=validation,
         default=DataDefaultConfig(prompt_file=None, system_prompt_file=None, **TASK),
     )
-    return load_prompts(settings, TOKENIZER, chat_template_kwargs)
 
 
 def write_jsonl(path, num_rows=4) -> ResponseDatasetConfig:
@@ -104,6 +120,80 @@ def test_a_prompt_of_messages_is_what_the_chat_template_makes_of_all_of_them(tmp
     messages[1]["content"] = "Solve u"  # the system prompt of its own stays
     (prompt,) = load(replace(source, **files)).train
     assert prompt.text == TOKENIZER.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("add", "sub")]
+TURNS = [
+    {"role": "assistant", "content": "Hello."},
+    {"role": "user", "content": "What is 1+1?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "2"},
+]
+SHOWS_TOOLS = (
+    "{{ tools | tojson }}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}"
+    "{% if m['tool_calls'] %}{{ m['tool_calls'] | tojson }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def in_file(path, write, input_key):
+    source = replace(write_jsonl(path), input_key=input_key)
+    write(path)
+    return data_config(replace(source, output_key="answer" if input_key == "prompt" else input_key), None, 2000)
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "sharegpt", "python", "datasets", "pandas"])
+def test_a_prompt_is_what_transformers_renders_whatever_form_and_source_it_has(tmp_path, form):
+    from datasets import Dataset
+
+    parts = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in TURNS]
+    rows = [{"prompt": parts, "answer": ["2", "two"], "tools": json.dumps(TOOLS)}, {"prompt": parts, "answer": ["2"]}]
+    table = Dataset.from_list(rows)
+    names = {"role": "from", "content": "value"}
+    shared = [{names.get(key, key): value for key, value in turn.items()} for turn in TURNS]
+    answered = {"conversations": [*shared, {"from": "gpt", "value": "2"}], "tools": TOOLS}
+    text = json.dumps({**rows[0], "tools": TOOLS}) + "\n"
+    settings = {
+        "jsonl": lambda: in_file(tmp_path / "d.jsonl", lambda path: path.write_text(text), "prompt"),
+        "parquet": lambda: in_file(tmp_path / "d.parquet", table.to_parquet, "prompt"),
+        "sharegpt": lambda: in_file(
+            tmp_path / "d.json", lambda path: path.write_text(json.dumps([answered])), "conversations"
+        ),
+        "python": lambda: with_given_rows(data_config(ARITHMETIC, None, 2000), [answered], None),
+        "datasets": lambda: with_given_rows(data_config(ARITHMETIC, None, 2000), table, None),
+        "pandas": lambda: with_given_rows(
+            data_config(ARITHMETIC, None, 2000), table.to_pandas().to_dict("records"), None
+        ),
+    }[form]()
+    tokenizer = deepcopy(TOKENIZER)
+    tokenizer.chat_template = SHOWS_TOOLS
+    prompt = load_prompts(settings, tokenizer, None).train[0]
+    assert prompt.text == tokenizer.apply_chat_template(TURNS, tools=TOOLS, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(prompt.token_ids) == prompt.text
+    assert prompt.question == "What is 1+1?"
+    assert prompt.reference_answer == ("2" if form in ("sharegpt", "python") else ["2", "two"])
+
+
+def test_unusable_rows_of_every_kind_are_left_out_and_told_with_file_and_line(tmp_path, caplog):
+    answers = [str(number) for number in range(15)]
+    lines = [json.dumps({"q": f"what is {answer}?", "a": answer}) for answer in answers]
+    lines[1:1] = ["oops", '{"q": "no answer"}', '{"q": [{"role": "system", "content": "x"}], "a": "1"}']
+    lines.insert(5, '{"q": "no template", "a": "1", "tools": [{"name": "add"}]}')
+    source = write_jsonl(tmp_path / "d.jsonl")
+    (tmp_path / "d.jsonl").write_text("\n".join([*lines, *["{}"] * 20]))
+    with pytest.raises(DataError, match=r"d\.jsonl:2 is not JSON .*; or leave such rows out with data\.bad_rows=drop"):
+        load(source)
+    prompts = load(replace(source, split_validation_size=5), bad_rows="drop")
+    kept = [prompt.reference_answer for prompt in (*prompts.train, *prompts.validation)]
+    assert (sorted(kept), len(prompts.validation)) == (sorted(answers), 5)
+    (told,) = [message for message in caplog.messages if "cannot be used" in message]
+    assert told.startswith("24 of 39 rows of d cannot be used and are left out (data.bad_rows=drop):\n  ")
+    places = [line.split()[0].rstrip(":").rpartition(":")[2] for line in told.splitlines()[1:] if "d.jsonl" in line]
+    assert (places, told.splitlines()[-1]) == (["2", "3", "4", *map(str, range(20, 27))], "  and 14 more")
+    (tmp_path / "d.jsonl").write_text('{"q": "1"}\n{"q": "2"}\n')
+    with pytest.raises(DataError, match=r"d\.jsonl:1 has no field 'a' .* \(no row of d is left: .* left out 2\)"):
+        load(source, bad_rows="drop")
 
 
 def test_a_missing_prompt_file_and_an_unknown_processor_are_errors():
@@ -220,6 +310,29 @@ def test_prompts_with_completions_become_examples_through_the_prompt_files(tmp_p
     (tmp_path / "prompt.txt").write_text("Q: {} A:")
     source = replace(write_jsonl(tmp_path / "d.jsonl", num_rows=2), prompt_file=str(tmp_path / "prompt.txt"))
     assert texts(load_sft(supervised(source)).train) == [f"Q: what is {row}? A:>[[{row}{EOS_TOKEN}]]" for row in (0, 1)]
+
+
+def test_unusable_rows_of_sft_and_dpo_are_left_out_too(tmp_path):
+    source = write_jsonl(tmp_path / "d.jsonl", num_rows=1)
+    with (tmp_path / "d.jsonl").open("a") as file:
+        file.write('{"q": "1+1?", "a": ["2", "two"]}\n')
+    assert len(load_sft(supervised(source, bad_rows="drop")).train) == 1
+    with pytest.raises(DataError, match=r"d\.jsonl:2: there are 2 answers, and SFT imitates one; name it"):
+        load_sft(supervised(source))
+    chats = write_chats(tmp_path / "chats.jsonl")
+    with (tmp_path / "chats.jsonl").open("a") as file:
+        file.write('{"chat": [{"from": "human", "value": "a"}]}\n')
+    assert len(load_sft(supervised(chats, bad_rows="drop")).train) == 2
+    rows = [{"prompt": "q", "chosen": "good", "rejected": other} for other in ("bad", "good")]
+    pairs = with_given_rows(supervised_pairs(bad_rows="drop"), rows, None)
+    assert len(load_example_pairs(pairs, TOKENIZER, None).train) == 1
+
+
+def supervised_pairs(**changes) -> DpoDataConfig:
+    source = BinaryPreferenceConfig(
+        dataset_name="BinaryPreferenceDataset", path="pairs", prompt_key="p", chosen_key="c", rejected_key="r"
+    )
+    return DpoDataConfig(max_input_seq_length=64, train=source, default=DpoDefaultConfig(), **changes)
 
 
 def test_conversations_get_the_system_prompt_where_they_have_none(tmp_path):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nemo_offload_rl.data.published import load_published_conversations, load_published_pairs, load_questions
+from nemo_offload_rl.data import published
+from nemo_offload_rl.data.bad_rows import BadRows
 from nemo_offload_rl.data.readers import read_records
 from nemo_offload_rl.errors import DataError
 from nemo_offload_rl.keys.data import DpoMixtureConfig, GrpoMixtureConfig, SftMixtureConfig
@@ -25,6 +27,11 @@ from nemo_offload_rl.keys.published import (
 from nemo_offload_rl.keys.section import from_mapping
 
 type Rows = Sequence[Mapping[str, Any]]
+
+load_questions, load_published_conversations, load_published_pairs = (
+    partial(load, bad=BadRows())
+    for load in (published.load_questions, published.load_published_conversations, published.load_published_pairs)
+)
 
 
 def user(text: str) -> dict[str, str]:

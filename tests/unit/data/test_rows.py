@@ -1,3 +1,6 @@
+import json
+from decimal import Decimal
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -39,18 +42,46 @@ def test_a_prompt_of_messages_keeps_them_and_asks_what_the_user_says_last():
     assert len({other.asked for other in others}) == 2  # the same question after other turns is another problem
 
 
+def test_one_conversation_means_the_same_in_every_published_form():
+    messages = [assistant("Hello."), user("1+1"), assistant("2")]
+    authors = {"user": "human", "assistant": "gpt"}
+    shared = [{"from": authors[message["role"]], "value": message["content"]} for message in messages]
+    roles = [{"from": message["role"], "value": message["content"]} for message in messages]
+    parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+    for form in (messages, shared, roles, parts, json.dumps(messages), json.dumps(shared)):
+        row = response_row(record(m=form), "m", "m")
+        assert (row.question, row.answer, row.messages) == ("1+1", "2", tuple(messages[:2]))
+        assert conversation(record(m=form), "m", None).messages == tuple(messages)
+        pair = binary_pair(record(c=form, r=[*messages[:2], assistant("3")]), None, "c", "r")
+        assert (pair.prompt, pair.chosen) == (tuple(messages[:2]), (messages[2],))
+    with pytest.raises(DataError, match=r"the answer in the field 'm' is not one message of the assistant"):
+        response_row(record(m=[user("x")]), "m", "m")
+
+
+def test_a_list_of_answers_has_all_of_them_and_no_field_none():
+    assert response_row(record(q="x", a=["1/2", 0.5, Decimal("0.50")]), "q", "a").answer == ["1/2", "0.5", "0.50"]
+    assert response_row(record(q="x", a=["1"]), "q", "a").answer == "1"
+    assert response_row(record(q="x", a="1"), "q", None) == Row(
+        question="x", answer="", origin="data.jsonl:2", metadata={"a": "1"}
+    )
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"question": "x", "a": "y"}, r"data.jsonl:2 has no field 'q' \(fields: a, question\); set input_key"),
         ({"q": "x"}, r"data.jsonl:2 has no field 'a' .*set output_key"),
-        ({"q": ["x"], "a": "y"}, r"data.jsonl:2: field 'q' is a list; .* such as input_key=q\.0$"),
-        ({"q": [], "a": "y"}, r"data.jsonl:2: field 'q' is a list; "),
-        ({"q": [user("x"), assistant("y")], "a": "y"}, r"field .q. ends with the assistant.*=OpenAIFormatDataset$"),
+        ({"q": ["x"], "a": "y"}, r"data.jsonl:2: field 'q' is a list, but not of messages; .* input_key=q\.0$"),
+        ({"q": [], "a": "y"}, r"data.jsonl:2: field 'q' is a list, but not of messages"),
+        ({"q": [user("x"), assistant("y")], "a": "y"}, r"field .q. ends with the assistant.* set output_key=q too"),
+        ({"q": [{"from": "bot", "value": "x"}], "a": "y"}, r"message 1 of 'q' is from 'bot'; write one of human, gpt"),
+        ({"q": [user([{"type": "image_url", "text": "x"}])], "a": "y"}, r"has a part of type image_url"),
         ({"q": [{"role": "system", "content": "x"}], "a": "y"}, r"field 'q' has no message of the user"),
         ({"q": [user("x"), {"role": "user"}], "a": "y"}, r"message 2 of 'q' has no text"),
         ({"q": [user([{"type": "image", "url": "x"}])], "a": "y"}, r"message 1 of 'q' has a part of type image"),
-        ({"q": "x", "a": [user("y")]}, r"field 'a' is not one message of the assistant"),
+        ({"q": "x", "a": [user("y")]}, r"the answer in the field 'a' is not one message of the assistant"),
+        ({"q": "x", "a": []}, r"field 'a' is a list"),
+        ({"q": "x", "a": ["y", None]}, r"field 'a\.1' is empty \(null\)"),
         ({"q": "x", "a": None}, r"data.jsonl:2: field 'a' is empty \(null\)"),
         ({"q": "x", "a": float("nan")}, r"data.jsonl:2: field 'a' is not a number \(NaN\)"),
     ],

@@ -1,5 +1,6 @@
 import pytest
 
+from nemo_offload_rl.data.records import Answer
 from nemo_offload_rl.environments.interfaces import Response, Score, Unscored
 from nemo_offload_rl.environments.math import ArithmeticEnvironment, MathEnvironment
 
@@ -11,7 +12,7 @@ def environment():
     made.close()
 
 
-def response(text: str, answer: str) -> Response:
+def response(text: str, answer: Answer) -> Response:
     return Response(prompt_text="", text=text, truncated=False, reference_answer=answer, metadata={})
 
 
@@ -24,10 +25,18 @@ def test_answers_are_compared_as_mathematics(environment):
         ("I do not know", "42", False),
         ("", "42", False),
         ("\\boxed{\\frac{}{", "42", False),
+        ("\\boxed{0.5}", ["7", "\\frac{1}{2}"], True),
+        ("\\boxed{0.5}", ["7", "8"], False),
     ]
     scores = environment.step([response(text, answer) for text, answer, _ in cases])
     assert [score.correct for score in scores] == [correct for _, _, correct in cases]
     assert [score.reward for score in scores] == [float(correct) for _, _, correct in cases]
+
+
+def test_equal_answers_in_other_spellings_are_the_same(environment):
+    equal = [("\\boxed{5}", "$x=5$"), ("$x=5$", "so it is 5."), ("\\boxed{1/2}", "\\boxed{0.5}"), ("$5\\%$", "0.05")]
+    other = [("\\boxed{5}", "$x=6$"), ("\\boxed{1/2}", "\\boxed{0.51}"), ("5", "I do not know"), ("", "")]
+    assert environment.same_answers([*equal, *other]) == [True] * 4 + [False] * 4
 
 
 @pytest.mark.processes
@@ -71,6 +80,7 @@ DAPO_CASES = [
     ("Answer: 34" + " so" * 100, "34", False),
     ("Answer:\n34", "34", True),
     ("", "34", False),
+    ("Answer: 34", ["33", "34"], True),
 ]
 
 
@@ -81,7 +91,7 @@ def test_the_rule_of_dapo_compares_the_text_after_the_last_answer(text, answer, 
     assert (score.correct, score.reward) == (correct, float(correct))
 
 
-def score(text: str, *, truncated: bool = False, answer: str = "95"):
+def score(text: str, *, truncated: bool = False, answer: Answer = "95"):
     response = Response(prompt_text="37+58=", text=text, truncated=truncated, reference_answer=answer, metadata={})
     (result,) = ArithmeticEnvironment().step([response])
     return result.reward, result.correct
@@ -89,7 +99,7 @@ def score(text: str, *, truncated: bool = False, answer: str = "95"):
 
 @pytest.mark.parametrize("text", ["95", " 95 ", "15,9=95", "1=2=95"])
 def test_the_right_integer_alone_or_after_the_last_equals_sign_is_rewarded(text):
-    assert score(text) == (1.0, True)
+    assert score(text) == score(text, answer=["7", "95"]) == (1.0, True)
 
 
 @pytest.mark.parametrize("text", ["", "=", "94", "095", "95.", "95=", "95=94", "it is 95"])
