@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -62,6 +62,28 @@ def walk_keys(section: Any, prefix: str = "", variant: str | None = None) -> Ite
 def known_keys(section: Any) -> list[str]:
     """List the dotted name of every key once."""
     return list(dict.fromkeys(key.path for key in walk_keys(section)))
+
+
+def takes_text(section: Any, path: str) -> bool:
+    """Tell whether the key at a dotted path takes text, or one of some words, and apart from null nothing else."""
+    kinds = [kind for kind in _kinds_at(section, path.split(".")) if kind is not type(None)]
+    words = (get_args(kind) if get_origin(kind) is Literal else (kind,) for kind in kinds)
+    return bool(kinds) and all(word is str or isinstance(word, str) for some in words for word in some)
+
+
+def _kinds_at(hint: Any, parts: Sequence[str]) -> Iterator[Any]:
+    """Yield the types of values at a path below a type: of a union, or of a data set, all that may be there."""
+    kind, _ = unwrap(hint)
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        for argument in arguments:
+            yield from _kinds_at(argument, parts)
+    elif not parts:
+        yield kind
+    elif origin is tuple or (origin is dict and arguments):
+        yield from _kinds_at(arguments[-1] if origin is dict else arguments[0], parts[1:])
+    elif is_section(kind) and parts[0] in (keys := keys_of(kind)):
+        yield from _kinds_at(keys[parts[0]][0], parts[1:])
 
 
 def describe_values(kind: Any, metadata: tuple[Any, ...] = ()) -> str:

@@ -18,10 +18,15 @@ from nemo_offload_rl.keys.section import FromEnvironment, from_mapping
 from nemo_offload_rl.utils.config import flatten_keys, unknown_key_message
 
 _MAX_SHOWN = 3
-# Keys of earlier versions, and what to do now.
-REMOVED_KEYS: Mapping[str, str] = {
+# Keys of earlier versions and of NeMo-RL that have no use here, and what to do.
+USELESS_KEYS: Mapping[str, str] = {
     "policy.reference_dir": (
-        "leave it out: the reference is in host memory, in policy.precision; docs/guides/memory.md says what needs less"
+        "removed; leave it out: the reference is in host memory, in policy.precision; docs/guides/memory.md says what "
+        "needs less"
+    ),
+    "policy.use_coalesced_optimizer_offload": (
+        "a key of NeMo-RL's; leave it out: with policy.use_pinned_optimizer_offload, which is on by default, all "
+        "offloaded state shares one pinned buffer"
     ),
 }
 # A key of one section is no suggestion for a key of the other: only one of the two is in use.
@@ -56,8 +61,8 @@ def missing_key_message(schema: type, raw: Mapping[str, Any], path: str, value: 
     """
     if _takes(schema, _with_value(raw, path, value), path):
         return f"{path}: not set by the file; write +{path} to add it"
-    if path in REMOVED_KEYS:
-        return _removed_message(path)
+    if path in USELESS_KEYS:
+        return f"{path}: {USELESS_KEYS[path]}"
     known = _known_at(schema, path)
     present = set(flatten_keys(raw))
     if path in known:  # a key of another kind of section: name its first part that is missing
@@ -75,8 +80,8 @@ def join_problems(messages: list[str]) -> str:
 def _messages(errors: list[ErrorDetails], raw: Mapping[str, Any], schema: type) -> list[str]:
     unknown = {_path(e["loc"], raw): e["input"] for e in errors if e["type"] == "extra_forbidden"}
     messages = [
-        _removed_message(path)
-        if path in REMOVED_KEYS
+        f"{path}: {USELESS_KEYS[path]}"
+        if path in USELESS_KEYS
         else unknown_key_message(path, _known_at(schema, path), partial(_accepts, schema, raw, path, value))
         for path, value in unknown.items()
     ]
@@ -90,10 +95,6 @@ def _messages(errors: list[ErrorDetails], raw: Mapping[str, Any], schema: type) 
             continue
         messages.append(_one_line(error, path, schema, _written(raw, error)))
     return messages
-
-
-def _removed_message(path: str) -> str:
-    return f"{path}: removed; {REMOVED_KEYS[path]}"
 
 
 def _known_at(schema: type, path: str) -> list[str]:

@@ -227,7 +227,10 @@ IGNORED: Mapping[str, Rule] = {
         *_in("policy.megatron_cfg", "moe_per_layer_logging track_moe_metrics"),
         "grpo.debug_payload_metrics",
     ),
-    **_ignored("copies of small tensors share one page-locked buffer here", "policy.use_coalesced_optimizer_offload"),
+    **_ignored(
+        "with use_pinned_optimizer_offload all offloaded states share one pinned buffer here",
+        "policy.use_coalesced_optimizer_offload",
+    ),
     **_ignored(
         _MEMORY,
         *_in("grpo", "calculate_advantages_on_gpu deduplicate_multimodal_data"),

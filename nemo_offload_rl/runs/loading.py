@@ -16,8 +16,7 @@ from nemo_offload_rl.errors import ConfigError
 if TYPE_CHECKING:
     from nemo_offload_rl.config.algorithms import Algorithm
     from nemo_offload_rl.config.rules.base import RuleSet
-    from nemo_offload_rl.keys.master import RunConfig
-    from nemo_offload_rl.keys.run_configs import DistillationConfig, DpoConfig, EvalConfig, GrpoConfig, SftConfig
+    from nemo_offload_rl.keys.master import DistillationConfig, DpoConfig, EvalConfig, GrpoConfig, RunConfig, SftConfig
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +96,7 @@ def _load(name: str, source: Source, overrides: Changes) -> Any:
 def _resolve(algorithm: Algorithm, source: Source, overrides: Changes) -> Mapping[str, Any]:
     """Read a file or a dictionary with defaults and overrides, in this package's keys, with whole paths."""
     from nemo_offload_rl.config.algorithms import ALGORITHMS
+    from nemo_offload_rl.config.keys import takes_text
     from nemo_offload_rl.config.nemo_rl import is_nemo_rl
     from nemo_offload_rl.config.validate import missing_key_message
     from nemo_offload_rl.keys.section import fill_defaults
@@ -108,7 +108,8 @@ def _resolve(algorithm: Algorithm, source: Source, overrides: Changes) -> Mappin
             fill_defaults(algorithm.keys, keys)
 
     path = "the dictionary" if isinstance(source, Mapping) else source
-    raw = load_config(source, overrides, partial(missing_key_message, algorithm.keys), fill)
+    missing, is_text = partial(missing_key_message, algorithm.keys), partial(takes_text, algorithm.keys)
+    raw = load_config(source, overrides, missing, fill, is_text)
     if is_nemo_rl(raw):
         from nemo_offload_rl.migrate import migrate
 

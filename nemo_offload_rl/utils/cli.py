@@ -24,6 +24,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _OVERRIDES_HELP = """\
 overrides, applied in order:
   grpo.max_num_steps=20        change a key
+  "logger.log_dir=my run #1"   text: quotes for the shell only
   +policy.optimizer.kwargs.fused=true
                                add a key that is not there
   ++env.math.num_workers=4     add or change

@@ -1,10 +1,12 @@
 """From a YAML file and command-line overrides to a plain resolved dictionary.
 
-1. Read the file and the files that its `defaults:` name (a path or a list, relative to the file, or the name of one of
-   this package's `EXEMPLARS`), parents first, later wins. A mapping with `_override_: true` replaces the inherited one
-   instead of being merged into it; a mapping with `_remove_: true` as its only key removes the inherited one.
-2. Apply overrides in Hydra's grammar, in order: `a.b=c`, `+a.b=c`, `++a.b=c`, `~a.b`. A value that Hydra can only read
-   in quotes, such as `a=b` or `später`, is read as text without them.
+1. Read the file and the files that its `defaults:` name (a path or a list), parents first, later wins. A path is
+   relative to the file; a name that is not there is looked up in the package's `EXEMPLARS`. A mapping with
+   `_override_: true` replaces the inherited one instead of being merged into it; a mapping with `_remove_: true` as its
+   only key removes the inherited one.
+2. Apply overrides in Hydra's grammar, in order: `a.b=c`, `+a.b=c`, `++a.b=c`, `~a.b`. For a key that takes only text,
+   the value is what is written after the first `=`, unless it is `null` or in quotes. Any other value that Hydra can
+   read only in quotes, such as `a=b` or `später`, is text too.
 3. Resolve OmegaConf interpolations, with the resolvers `add`, `mul`, `div` and `max`. Text that comes from the
    environment (`oc.env`) keeps its interpolation (`FromEnvironment`), so that no record of a run holds a secret.
 
@@ -17,6 +19,7 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, cast
@@ -51,6 +54,7 @@ def load_config(
     overrides: Sequence[str] | Mapping[str, Any] = (),
     missing: MissingKeyMessage | None = None,
     fill: Callable[[dict[str, Any]], None] | None = None,
+    takes_text: Callable[[str], bool] = lambda key: False,
 ) -> dict[str, Any]:
     """Read, inherit, override and resolve.
 
@@ -60,6 +64,7 @@ def load_config(
         missing: Makes the message for an override of a missing key; None knows the keys of the file alone.
         fill: Sets keys that are left out, in nested dictionaries with unresolved interpolations; before the overrides,
             which may change them, and after, where an override has made a section.
+        takes_text: Tells whether a dotted key takes text and no other kind of value, apart from null.
 
     Returns:
         Nested dictionaries and lists without interpolations.
@@ -75,7 +80,7 @@ def load_config(
             _set(config, key, value)
         overrides = ()
     for text in overrides:
-        _apply_override(config, text, missing, file)
+        _apply_override(config, text, missing, file, takes_text)
     config = _filled(config, fill)
     try:
         resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
@@ -282,10 +287,9 @@ def _read_yaml(path: Path) -> DictConfig:
     if path.is_dir():
         raise ConfigError(f"{path} is a folder; give a YAML file")
     if not path.is_file():
-        folder = path.parent
-        names = sorted(p.name for p in folder.glob("*.y*ml")) if folder.is_dir() else []
-        close = difflib.get_close_matches(path.name, names, n=1)
-        hint = f"did you mean {folder / close[0]}?" if close else "check the path"
+        files = {file.stem: file for folder in (EXEMPLARS, path.parent) for file in sorted(folder.glob("*.y*ml"))}
+        close = difflib.get_close_matches(path.stem, files, n=1)
+        hint = f"did you mean {files[close[0]]}?" if close else "check the path"
         raise ConfigError(f"{path}: no such configuration file; {hint}")
     try:
         config = OmegaConf.load(path)
@@ -331,8 +335,14 @@ def _marked_paths(config: DictConfig, mark: str) -> list[str]:
 # ---------------------------------------------------------------- overrides
 
 
-def _apply_override(config: DictConfig, text: str, missing: MissingKeyMessage | None, file: DictConfig) -> None:
-    override = _parse_override(text, config)
+def _apply_override(
+    config: DictConfig,
+    text: str,
+    missing: MissingKeyMessage | None,
+    file: DictConfig,
+    takes_text: Callable[[str], bool],
+) -> None:
+    override, value = _parse_override(text, config, takes_text)
     key = override.key_or_group
     raw = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
     known = list(flatten_keys(raw))
@@ -340,7 +350,6 @@ def _apply_override(config: DictConfig, text: str, missing: MissingKeyMessage | 
     if override.is_delete():
         _delete(config, override, exists, known)
         return
-    value = override.value()
     if not exists:
         _require_section(config, key)
     if override.is_add():
@@ -363,29 +372,50 @@ def _set(config: DictConfig, key: str, value: Any) -> None:
         raise ConfigError(f"{key} cannot be set to {value!r}: {first_line(error)}") from error
 
 
-def _parse_override(text: str, config: DictConfig) -> Override:
+def _parse_override(text: str, config: DictConfig, takes_text: Callable[[str], bool]) -> tuple[Override, Any]:
+    """Parse an override; returns Hydra's object and the value."""
     parser = OverridesParser.create()
+    before, equals, written = text.partition("=")
+    if equals and takes_text(before.lstrip("+")):
+        return _parsed(parser, f"{before}=null", text), _text_value(parser, written)
     try:
-        override = parser.parse_override(text)
-    except HydraException as error:
+        override = _parsed(parser, text, text)
+    except ConfigError as error:
         try:
-            return parser.parse_override(_quoted(text))
-        except HydraException:
-            raise ConfigError(
-                f"override {text!r} is not in Hydra's grammar ({first_line(error)}); write key=value, +key=value or "
-                "~key"
-            ) from error
+            override = _parsed(parser, _quoted(text), text)
+        except ConfigError:
+            raise error from None
     if override.is_sweep_override():
-        if isinstance(_raw_value(config, override.key_or_group), str | None):
-            return parser.parse_override(_quoted(text))
-        key, _, value = text.partition("=")
-        raise ConfigError(
-            f"override {text!r} is a sweep; give one value, a list as {key}=[{value}], or text as "
-            f"\"{key}='{value}'\" with both kinds of quotes"
-        )
+        if not isinstance(_raw_value(config, override.key_or_group), str | None):
+            raise ConfigError(
+                f"override {text!r} is a sweep; give one value, a list as {before}=[{written}], or text as "
+                f"\"{before}='{written}'\" with both kinds of quotes"
+            )
+        override = _parsed(parser, _quoted(text), text)
     if override.package is not None:
         raise ConfigError(f"override {text!r} names a package with @; write the dotted key instead")
-    return override
+    return override, override.value()
+
+
+def _parsed(parser: OverridesParser, text: str, given: str) -> Override:
+    try:
+        return parser.parse_override(text)
+    except HydraException as error:
+        raise ConfigError(
+            f"override {given!r} is not in Hydra's grammar ({first_line(error)}); write key=value, +key=value or ~key"
+        ) from error
+
+
+def _text_value(parser: OverridesParser, written: str) -> str | None:
+    """The value of a key that takes text: None for null, what is inside a pair of quotes, or the text as it is."""
+    if written.strip().lower() == "null":
+        return None
+    if written.lstrip()[:1] in {"'", '"'}:
+        with suppress(HydraException):
+            override = parser.parse_override(f"key={written}")
+            if not override.is_sweep_override() and isinstance(value := override.value(), str):
+                return value
+    return written
 
 
 def _quoted(text: str) -> str:

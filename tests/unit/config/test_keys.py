@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import TypeAdapter
 
-from nemo_offload_rl.config.keys import known_keys, walk_keys
+from nemo_offload_rl.config.keys import known_keys, takes_text, walk_keys
 from nemo_offload_rl.config.validate import validate_keys
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.master import DistillationMasterConfig, DpoMasterConfig, GrpoMasterConfig, SftMasterConfig
@@ -31,6 +31,29 @@ def test_values_are_told_in_words() -> None:
     assert values["policy.generation.stop_token_ids"] == "list of integer or null"
     assert values["policy.scheduler[].milestones"] == "list of integer"
     assert values["env.NAME.num_workers"] == "integer >= 0"
+
+
+@pytest.mark.parametrize(
+    ("path", "is_text"),
+    [
+        ("policy.model_name", True),
+        ("policy.precision", True),
+        ("policy.tokenizer.chat_template", True),
+        ("data.train.path", True),
+        ("env.any.retry_message", True),
+        ("policy.megatron_cfg.env_vars.ANY", True),
+        ("logger.sinks.0.target", True),
+        ("policy.max_grad_norm", False),
+        ("data.train.seed", False),
+        ("env.any.target", False),  # may be a list
+        ("policy.generation.stop_strings", False),
+        ("policy.optimizer.kwargs.lr", False),
+        ("grpo", False),
+        ("grpo.nowhere", False),
+    ],
+)
+def test_keys_that_take_text_are_known(path: str, is_text: bool) -> None:
+    assert takes_text(GrpoMasterConfig, path) == is_text
 
 
 # -- one declaration

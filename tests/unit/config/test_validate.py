@@ -51,9 +51,26 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest(override: str, expect
     assert expected in message(override)
 
 
-@pytest.mark.parametrize("override", ["policy.reference_dir=/scratch", "++policy.reference_dir=null"])
-def test_a_removed_key_is_refused_with_what_to_do(override: str) -> None:
-    assert message(override).startswith("policy.reference_dir: removed; leave it out: the reference is in host memory")
+def test_text_on_the_command_line_is_text_and_typed_keys_keep_their_types() -> None:
+    texts = {
+        "logger.log_dir": "runs/007 a=b #1, ü",
+        "env.arithmetic.retry_message": "[x, y] = 1e3",
+        "logger.wandb.name": "007",
+    }
+    overrides = [f"{key}={text}" for key, text in texts.items()]
+    config = load_grpo_config(CPU, [*overrides, "grpo.max_rollout_turns=2", "policy.max_grad_norm=2", "grpo.seed=7"])
+    assert config.logger.wandb is not None
+    found = (config.logger.log_dir, config.env["arithmetic"].retry_message, config.logger.wandb.name)
+    assert found == tuple(texts.values())
+    assert config.policy.max_grad_norm == 2.0 and config.grpo.seed == 7
+
+
+@pytest.mark.parametrize("plus", ["", "++"])
+def test_a_key_without_a_use_here_is_refused_with_what_to_do(plus: str) -> None:
+    told = message(f"{plus}policy.reference_dir=/scratch")
+    assert told.startswith("policy.reference_dir: removed; leave it out: the reference is in host memory")
+    told = message(f"{plus}policy.use_coalesced_optimizer_offload=true")
+    assert "leave it out: with policy.use_pinned_optimizer_offload, which is on by default, all" in told
 
 
 @pytest.mark.parametrize(

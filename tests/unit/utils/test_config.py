@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from setuptools import find_namespace_packages
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.section import as_used, as_written
@@ -147,6 +148,22 @@ def test_a_missing_parent_is_named(tmp_path: Path) -> None:
     assert "nowhere.yaml: no such configuration file" in message(path)
 
 
+def test_exemplars_are_parents_by_name_from_any_folder_behind_files_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, "mine/run.yaml", "defaults: grpo_math_1B.yaml\ngrpo: {seed: 7}\n")
+    monkeypatch.chdir(tmp_path)
+    config = load_config("mine/run.yaml")
+    assert config["grpo"]["seed"] == 7 and config["policy"]["train_global_batch_size"] == 512
+    assert "grpo_math_1b.yaml: no such configuration file; did you mean" in message(
+        write(tmp_path, "mine/wrong.yaml", "defaults: grpo_math_1b.yaml\n")
+    )
+    write(tmp_path, "mine/grpo_math_1B.yaml", "own: 1\n")
+    assert load_config(path) == {"own": 1, "grpo": {"seed": 7}}
+    packages = find_namespace_packages(str(Path(__file__).parents[3]), include=["nemo_offload_rl*"])
+    assert "nemo_offload_rl.exemplars" in packages  # so a wheel has them
+
+
 def test_broken_yaml_names_its_line(tmp_path: Path) -> None:
     path = write(tmp_path, "broken.yaml", "a: 1\nb: [1, 2\nc: 3\n")
     assert "not valid YAML at line 3" in message(path)
@@ -248,7 +265,7 @@ def test_a_value_that_hydra_reads_only_in_quotes_is_text_without_them(small: Pat
 def test_any_text_is_read_or_refused_in_one_line(text: str) -> None:
     config = OmegaConf.create({"name": "x"})
     try:
-        _apply_override(config, f"name={text}", None, config)
+        _apply_override(config, f"name={text}", None, config, lambda key: False)
     except ConfigError as error:
         assert "\n" not in str(error)
         return
@@ -256,6 +273,23 @@ def test_any_text_is_read_or_refused_in_one_line(text: str) -> None:
         return
     if isinstance(config.name, str) and not re.search(r"""^\s*['"\[{]|[\\$]""", text):
         assert config.name.strip(" \t") == text.strip(" \t")
+
+
+@given(st.text(st.characters(exclude_categories=["C"])))
+@example("007")
+@example("[a, b]")
+@example("a=b #1, ü")
+def test_a_key_that_takes_text_has_what_is_written_after_the_first_equals_sign(text: str) -> None:
+    assume("${" not in text and text.strip().lower() != "null" and text.lstrip()[:1] not in {"'", '"'})
+    config = OmegaConf.create({"name": "x"})
+    _apply_override(config, f"name={text}", None, config, lambda key: key == "name")
+    assert OmegaConf.to_container(config, resolve=False) == {"name": text}
+
+
+def test_null_and_quotes_of_a_key_that_takes_text_are_hydras(small: Path) -> None:
+    for written, value in (("null", None), ("'null'", "null"), ('"a, b"', "a, b"), ("'it's'", "'it's'"), ("", "")):
+        config = load_config(small, [f"logger.wandb.project={written}"], takes_text=lambda key: key.endswith("project"))
+        assert config["logger"]["wandb"]["project"] == value
 
 
 def test_nearest_prefers_a_very_like_sibling_then_the_same_name_elsewhere() -> None:
