@@ -21,7 +21,7 @@ from nemo_offload_rl.utils.checksums import bytes_checksum
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from nemo_offload_rl.keys.run_configs import RolloutConfig, SupervisedConfig
+    from nemo_offload_rl.keys.master import RolloutConfig, SupervisedConfig
 
 type Identity = Mapping[str, Mapping[str, str]]
 """The `name` and `digest` of each configuration key; the digest is "" if the contents are not available."""

@@ -11,15 +11,19 @@ from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.data_source import TaskKeys
 from nemo_offload_rl.keys.engine import EndpointSettings, VllmSettings
 from nemo_offload_rl.keys.master import (
+    DistillationConfig,
     DistillationMasterConfig,
+    DpoConfig,
     DpoMasterConfig,
+    EvalConfig,
     EvalMasterConfig,
+    GrpoConfig,
     GrpoMasterConfig,
     RolloutMasterConfig,
+    SftConfig,
     SftMasterConfig,
 )
 from nemo_offload_rl.keys.policy import TeacherConfig
-from nemo_offload_rl.keys.run_configs import DistillationConfig, DpoConfig, EvalConfig, GrpoConfig, SftConfig
 from nemo_offload_rl.keys.section import as_written, extend, from_mapping, keys_of
 from nemo_offload_rl.keys.worker import PolicySettings, TeacherSettings, grpo_worker, supervised_worker
 from nemo_offload_rl.utils.sockets import listening

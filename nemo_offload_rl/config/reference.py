@@ -43,11 +43,14 @@ A run is configured by one YAML file and overrides on the command line:
 python examples/run_grpo.py --config examples/configs/grpo_arithmetic_cpu.yaml grpo.max_num_steps=20
 ```
 
-- A file may begin with `defaults: other.yaml` (or a list), relative to itself. What it sets goes over what it inherits;
-  a mapping with `_override_: true` replaces the inherited one, and `_remove_: true` takes it away.
+- A file may begin with `defaults: other.yaml` (or a list), relative to itself. A name that is not in its folder may be
+  that of an exemplar. What the file sets goes over what it inherits. A mapping with `_override_: true` replaces the
+  inherited one, and one with `_remove_: true` removes it.
 - Values may refer to others: `${{policy.precision}}`, `${{.temperature}}` (same section), `${{mul:a,b}}`, and likewise
   `add`, `div` and `max`.
 - Overrides follow Hydra's grammar: `a.b=c` changes a key, `+a.b=c` adds one, `++a.b=c` does either, `~a.b` deletes.
+  A key whose values are text takes everything after the first `=` as it is, such as `a=b #1, ü`; quote it for the shell
+  only. `null` stays null; write `'null'` for that text.
 - An unknown key is an error that names the nearest known one.
 
 The pages give every key: those of a GRPO run first, then what is different for distillation, SFT, DPO and an

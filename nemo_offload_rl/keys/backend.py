@@ -1,4 +1,4 @@
-"""The protocol of a training backend's section of the YAML. Loads neither torch nor a model library."""
+"""The protocol of a training backend's section of the YAML. Imports neither torch nor a model library."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Protocol, Self
 
 @dataclass(frozen=True)
 class ModelParallel:
-    """Over how many ranks one copy of the model is spread, and how ranks are numbered.
+    """Numbers of ranks that share one copy of the model, and the order of ranks.
 
-    Numbers of tensor-parallel ranks are neighbours; context-, data- and pipeline-parallel ones follow in this order.
+    From the innermost to the outermost dimension, ranks are tensor-, context-, data- and pipeline-parallel.
     """
 
     tensor: int
@@ -20,11 +20,11 @@ class ModelParallel:
 
     @property
     def ranks_per_copy(self) -> int:
-        """Ranks that share one shard of the data."""
+        """Number of ranks that hold one copy of the model, and share one shard of the data."""
         return self.tensor * self.context * self.pipeline
 
     def data_parallel_rank(self, rank: int, world_size: int) -> int:
-        """Which shard of the data a rank gets."""
+        """Return the number of the data shard that a rank gets."""
         return rank % (world_size // self.pipeline) // (self.tensor * self.context)
 
 
@@ -53,39 +53,39 @@ class BackendConfig(Protocol):
 
     @property
     def activation_checkpointing(self) -> bool:
-        """Tell whether layers are computed again in the backward pass."""
+        """Whether backward passes recompute layers."""
         ...
 
     @property
     def streamed_share(self) -> float:
-        """Share of the optimizer states that are on the device in the optimizer step only; 0 for none."""
+        """Share of the optimizer states that are on the device only during the optimizer step; 0 for none."""
         ...
 
     @property
     def streams_parameters(self) -> bool:
-        """Whether parameters and gradients are on the device a part at a time too."""
+        """Whether parameters and gradients, too, are on the device only part by part."""
         ...
 
     @property
     def streams_in_parts(self) -> bool:
-        """Whether that happens part after part, so that never all of them are there."""
+        """Whether states are streamed in parts, so that the device never holds all of them."""
         ...
 
     @property
     def keeps_optimizer_on_host(self) -> bool:
-        """Whether all of the optimizer lives on the host and computes its update there."""
+        """Whether the whole optimizer stays on the host and updates there."""
         ...
 
     @property
     def model_parallel(self) -> ModelParallel:
-        """Over how many ranks a model is spread."""
+        """Ranks that share one copy of the model."""
         ...
 
     @property
     def worker_env_vars(self) -> Mapping[str, str]:
-        """Environment variables that a worker has before anything is imported there."""
+        """Environment variables to set in a worker before it imports anything."""
         ...
 
     def without_streaming(self) -> Self:
-        """The same with `offload_optimizer_states` false."""
+        """Copy the section with `offload_optimizer_states` false."""
         ...

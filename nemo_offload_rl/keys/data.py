@@ -35,7 +35,7 @@ class ArithmeticConfig(TaskKeys):
     num_digits: Annotated[int, doc("Maximum digits of each operand.", ge=1, le=9)]
     operators: Annotated[tuple[Literal["+", "-", "*"], ...], doc("Operators to draw from.", min_length=1)]
     size: Annotated[int, doc("Training problems, all different.", ge=1)]
-    holdout: Annotated[int, doc("Additional problems for validation, never in the training data of any seed.", ge=0)]
+    holdout: Annotated[int, doc("Further problems for validation, which no seed puts in the training data.", ge=0)]
     seed: Annotated[int, doc("Seed for drawing the problems.", ge=0)]
 
 
@@ -47,16 +47,15 @@ class ResponseDatasetConfig(FileKeys, ToolKeys, TaskKeys):
     input_key: Annotated[
         str,
         doc(
-            "Row field with the prompt, text or a list of messages; `a.b.0` addresses nested fields, with 0 the first "
-            "item of a list."
+            "Row field with the prompt, which is text or a list of messages. `a.b.0` is a nested field, where 0 is the "
+            "first entry of a list."
         ),
     ]
     output_key: Annotated[
         str | None,
         doc(
-            "Row field with the answer, addressed in the same way. A list has several answers, each of them right. If "
-            "it is the field of `input_key`, the last message there, the assistant's, is the answer. null: the rows "
-            "have no answers."
+            "Row field with the answer; may be nested in the same way. A list has several right answers. If it is the "
+            "field of `input_key`, the answer is the last message there, the assistant's. null: rows have no answers."
         ),
     ]
 
@@ -76,7 +75,7 @@ class BinaryPreferenceConfig(FileKeys, ToolKeys, TaskKeys):
     dataset_name: Annotated[Literal["BinaryPreferenceDataset"], doc("Selects this data set.")]
     prompt_key: Annotated[
         str | None,
-        doc("Field with the prompt, text or messages; null if both responses are complete conversations."),
+        doc("Field with the prompt, as text or messages; null if both responses are complete conversations."),
     ]
     chosen_key: Annotated[str, doc("Field with the better response.")]
     rejected_key: Annotated[str, doc("Field with the worse response.")]
@@ -86,7 +85,7 @@ class BinaryPreferenceConfig(FileKeys, ToolKeys, TaskKeys):
 class PreferenceConfig(FileKeys, ToolKeys, TaskKeys):
     """`dataset_name: PreferenceDataset`: rows with `context` messages and `completions`, each with its `rank`.
 
-    The completion of the lowest rank is the better one, that of the highest the worse one.
+    The completion with the lowest rank is the better response, the one with the highest rank the worse response.
     """
 
     dataset_name: Annotated[Literal["PreferenceDataset"], doc("Selects this data set.")]
@@ -112,8 +111,8 @@ class MixtureKeys:
     weights: Annotated[
         tuple[Annotated[float, Field(gt=0)], ...] | None,
         doc(
-            "Relative share of the rows for each data set; smaller data sets are repeated more often. null: in "
-            "proportion to their sizes, every row once per epoch."
+            "Share of each data set in the rows, relative to the others; small data sets repeat more often. null takes "
+            "every row once per epoch."
         ),
     ]
 
@@ -153,7 +152,7 @@ class DataDefaultConfig:
     prompt_file: Annotated[
         str | None,
         doc(
-            "Text file with `{}` in place of the problem, and `{{` `}}` for literal braces; null sends the problem "
+            "Text file with `{}` in the place of the problem, and `{{` `}}` for literal braces; null uses the problem "
             "alone."
         ),
     ] = None
@@ -171,7 +170,7 @@ class DataConfig:
     max_input_seq_length: Annotated[
         int,
         doc(
-            "Maximum prompt length in tokens, chat template included. The response may use what is left of "
+            "Maximum prompt length in tokens, chat template included. The response may take the rest of "
             "`policy.generation.vllm_cfg.max_model_len`.",
             ge=1,
         ),
@@ -179,9 +178,9 @@ class DataConfig:
     overlong_rows: Annotated[
         Literal["mask", "drop", "error"],
         doc(
-            "How to treat longer prompts: `mask` keeps the prompt's place, cuts it to a few tokens and trains on "
-            "none of its responses, as NeMo-RL does; `drop` removes it; both are counted in `data/overlong_rows`. "
-            "`error` names the row and ends the run."
+            "How to treat longer prompts: `mask` cuts the prompt to a few tokens and does not train on its responses, "
+            "as NeMo-RL does; `drop` removes it. Both count in `data/overlong_rows`. `error` names the row and ends "
+            "the run."
         ),
     ] = "mask"
     bad_rows: BadRowsKey = "error"
@@ -193,8 +192,8 @@ class DataConfig:
     validation: Annotated[
         DatasetConfig | None,
         doc(
-            "Validation prompts, with the keys of `data.train`. All rows are used, in addition to those that "
-            "`train` holds out; null uses only the latter."
+            "Validation prompts, with the keys of `data.train`: all rows, in addition to those that `train` holds out. "
+            "null uses only the latter."
         ),
     ] = None
     default: Annotated[DataDefaultConfig, doc("How rows become prompts.")]
@@ -216,8 +215,8 @@ class EvalDataConfig:
     validation: Annotated[
         DatasetConfig,
         doc(
-            "Data set to evaluate: all of its rows, or for `arithmetic` the held-out ones. It has the keys of "
-            "`data.train` of GRPO."
+            "Data set to evaluate, with the keys of `data.train` of GRPO: all of its rows, or for `arithmetic` the "
+            "held-out ones."
         ),
     ]
     default: Annotated[DataDefaultConfig, doc("How rows become prompts.")]
@@ -227,7 +226,9 @@ class EvalDataConfig:
 class SftDefaultConfig:
     """`data.default`: how rows become conversations, unless a data set says otherwise."""
 
-    prompt_file: Annotated[str | None, doc("Text file with `{}` in place of a row's prompt; null: the prompt.")] = None
+    prompt_file: Annotated[
+        str | None, doc("Text file with `{}` in the place of a row's prompt; null uses the prompt alone.")
+    ] = None
     system_prompt_file: Annotated[
         str | None, doc("Text file with the system message for conversations without one; null for none.")
     ] = None
@@ -244,9 +245,9 @@ class SftDefaultConfig:
 class DpoDefaultConfig:
     """`data.default`: how rows become pairs, unless a data set says otherwise."""
 
-    system_prompt_file: Annotated[str | None, doc("Text file with prompts' missing system message; null for none.")] = (
-        None
-    )
+    system_prompt_file: Annotated[
+        str | None, doc("Text file with the system message for prompts without one; null for none.")
+    ] = None
 
 
 @section
@@ -259,9 +260,9 @@ class SupervisedDataKeys:
     overlong_rows: Annotated[
         Literal["error", "drop", "mask"],
         doc(
-            "How to treat longer sequences: `error` names the row and ends the run; `drop` removes it; `mask` keeps "
-            "its place, cuts it to a few tokens and excludes it from the loss, as NeMo-RL does. The last two are "
-            "counted in `data/overlong_rows`."
+            "How to treat longer sequences: `error` names the row and ends the run; `drop` removes it; `mask` cuts it "
+            "to a few tokens and excludes it from the loss, as NeMo-RL does. `drop` and `mask` count in "
+            "`data/overlong_rows`."
         ),
     ] = "error"
     bad_rows: BadRowsKey = "error"
@@ -272,9 +273,9 @@ class SupervisedDataKeys:
     loss_span: Annotated[
         Literal["response", "response_and_end", "message"],
         doc(
-            "Part of each assistant turn that the loss counts: `response` is what the assistant wrote, with its end "
-            "token; `response_and_end` adds the white space that the chat template writes after it; `message` also "
-            "adds what the template writes before the response, such as the speaker's name, as NeMo-RL does without "
+            "Part of each assistant turn that the loss counts. `response`: what the assistant wrote and its end token. "
+            "`response_and_end`: also the white space that the chat template adds after it. `message`: also what the "
+            "template adds before the response, such as the speaker's name; this is what NeMo-RL does without "
             "`add_generation_prompt`."
         ),
     ] = "response"
@@ -289,8 +290,8 @@ class SftDataConfig(SupervisedDataKeys):
     validation: Annotated[
         SftDatasetConfig | None,
         doc(
-            "Validation data, with the keys of `data.train`. All rows are used, in addition to those that `train` "
-            "holds out; null uses only the latter."
+            "Validation data, with the keys of `data.train`: all rows, in addition to those that `train` holds out. "
+            "null uses only the latter."
         ),
     ] = None
     default: Annotated[SftDefaultConfig, doc("How rows become conversations.")]
@@ -304,8 +305,8 @@ class DpoDataConfig(SupervisedDataKeys):
     validation: Annotated[
         DpoDatasetConfig | None,
         doc(
-            "Validation data, with the keys of `data.train`. All rows are used, in addition to those that `train` "
-            "holds out; null uses only the latter."
+            "Validation data, with the keys of `data.train`: all rows, in addition to those that `train` holds out. "
+            "null uses only the latter."
         ),
     ] = None
     default: Annotated[DpoDefaultConfig, doc("How rows become pairs.")]
@@ -317,14 +318,14 @@ BUILT_IN = ("arithmetic", "math")
 
 @section
 class EnvConfig:
-    """`env.NAME`: one environment: `arithmetic`, `math`, or with `target` one of your own under any name."""
+    """`env.NAME`: an environment. NAME is `arithmetic`, `math`, or with `target` any name."""
 
     num_workers: Annotated[int, doc("Number of processes that score responses; 0 scores in the driver.", ge=0)] = 8
     retry_message: Annotated[
         str | None,
         doc(
-            "Message sent to the policy after a wrong answer, if `grpo.max_rollout_turns` allows another turn. null "
-            "or omitted: a rollout has one turn."
+            "Message that the policy gets after a wrong answer, if `grpo.max_rollout_turns` allows another turn. null: "
+            "rollouts have one turn."
         ),
     ] = None
     target: Annotated[
@@ -332,54 +333,52 @@ class EnvConfig:
         doc(
             "Your own code (docs/guides/your-own-reward.md), as `package.module.Name` or `path/to/file.py:name`: a "
             "reward function of a response, or of a batch with TRL's parameters, a list of such functions, an "
-            "environment class or an agent class (docs/guides/agents.md). null or omitted: NAME is built in."
+            "environment class or an agent class (docs/guides/agents.md). null: NAME is built in."
         ),
     ] = None
     weights: Annotated[
         tuple[float, ...] | None,
-        doc(
-            "Weights of the rewards of a list of functions; the reward is their weighted sum. null or omitted: 1 each."
-        ),
+        doc("Weights of a list of reward functions; the reward is the weighted sum of theirs. null: 1 each."),
     ] = None
     kwargs: Annotated[dict[str, Any] | None, doc("Further arguments for the function or class; null for none.")] = None
     timeout_s: Annotated[
         float | None,
         doc(
-            "Time limit in seconds for a worker process to score a response, for a function of a batch to return, or "
-            "for an agent to run a whole rollout; `on_error` says what follows if it is exceeded. null or omitted: 5, "
-            "for functions of a batch and agents 600.",
+            "Time limit in seconds for scoring a response, for a call of a function of a batch, or for the whole "
+            "rollout of an agent; `on_error` says what happens after it. null: 5, for functions of a batch and agents "
+            "600.",
             gt=0,
         ),
     ] = None
     on_error: Annotated[
         Literal["raise", "skip", "retry"] | None,
         doc(
-            "What follows if scoring a response, or an agent's rollout, fails or exceeds `timeout_s`. `raise` ends the "
-            "run. `skip` leaves the rollout out of the loss, of baselines, accuracy and pass@k, and counts it in "
-            "`train/failed_rate` or `train/timed_out_rate`. `retry` tries up to two more times, then skips. null or "
-            "omitted: exceptions of your reward functions and environments end the run; time limits, processes that "
-            "died, failed agents and answers that `math` cannot grade are skipped."
+            "What happens if scoring a response, or an agent's rollout, fails or exceeds `timeout_s`. `raise` ends the "
+            "run. `skip` excludes the rollout from loss, baselines, accuracy and pass@k, and counts it in "
+            "`train/failed_rate` or `train/timed_out_rate`. `retry` tries up to two more times, then skips. null: "
+            "exceptions of your reward functions and environments end the run; time limits, processes that died, "
+            "failed agents and answers that `math` cannot grade are skipped."
         ),
     ] = None
     math_verify_impl: Annotated[
         Literal["hf_math_verify", "dapo_math_verify"],
         doc(
             "For `math`: `hf_math_verify` compares answers as mathematics; `dapo_math_verify` compares the text "
-            "after the last `Answer:`, which the prompts of DAPOMath17K ask for. If omitted: hf_math_verify."
+            "after the last `Answer:`, which the prompts of DAPOMath17K ask for."
         ),
     ] = "hf_math_verify"
 
 
 @section
 class TokenizerConfig:
-    """`policy.tokenizer`."""
+    """`policy.tokenizer`: the tokenizer and its chat template."""
 
     name: Annotated[str, doc("Local folder or hub name of the tokenizer.", min_length=1)]
     chat_template: Annotated[
         str | None,
         doc(
-            "Jinja chat template, or the path of a `.jinja` file with one; null or `default` for the tokenizer's "
-            "own. NeMo-RL's null, which concatenates the messages, has to be given as a template here."
+            "Jinja chat template, or the path of a `.jinja` file; null or `default` for the tokenizer's own. In "
+            "NeMo-RL null concatenates the messages; that takes a template here."
         ),
     ] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, doc("Arguments for the chat template.")] = None

@@ -1,4 +1,4 @@
-"""Keys that data sets have in common."""
+"""Keys that several data sets have."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nemo_offload_rl.keys.section import doc, section
 class TaskKeys:
     """Keys of `data.default` that a data set may set for itself: how a row becomes a prompt, and who scores it.
 
-    `config.convert.with_task_keys` fills in what it leaves out; what an algorithm has no use for is None.
+    `config.convert.with_task_keys` sets those that it leaves out; keys that an algorithm does not have are None.
     """
 
     prompt_file: Annotated[str | None, doc("As in `data.default`, for this data set.")] | None = None
@@ -26,7 +26,7 @@ class TaskKeys:
 
 def _share_or_count(size: float) -> float:
     if size >= 1 and size != int(size):
-        raise ValueError("a share of the rows is below 1, and their number a whole one")
+        raise ValueError("a fraction below 1, or a whole number of rows")
     return size
 
 
@@ -38,24 +38,24 @@ class HeldOutKeys:
         float,
         AfterValidator(_share_or_count),
         doc(
-            "Rows held out for validation: a fraction if below 1, otherwise a number of rows. 0 or omitted holds "
-            "out none, as `data.validation` requires.",
+            "Rows held out for validation: a fraction if below 1, otherwise a number of rows. Must be 0 in "
+            "`data.validation`.",
             ge=0,
         ),
     ] = 0.0
-    seed: Annotated[int, doc("Seed for choosing those rows; if omitted: 42.", ge=0)] = 42
+    seed: Annotated[int, doc("Seed for choosing those rows.", ge=0)] = 42
 
 
 @dataclass(frozen=True, kw_only=True)
 class GivenRows:
-    """Rows of a data set that a script has given in place of a file's."""
+    """Rows that a script gives in place of a file."""
 
     rows: Sequence[Mapping[str, Any]]
 
 
 @section
 class FileKeys(HeldOutKeys):
-    """Keys of a data set that is read from disk or from the Hugging Face hub."""
+    """Keys of a data set on disk or on the Hugging Face hub."""
 
     path: Annotated[
         str,
@@ -66,11 +66,11 @@ class FileKeys(HeldOutKeys):
             min_length=1,
         ),
     ]
-    subset: Annotated[str | None, doc("For hub data sets with several configurations: the one to use.")] = None
+    subset: Annotated[str | None, doc("Configuration to use, of a data set on the hub that has several.")] = None
     split: Annotated[
         str | None,
         doc(
-            "Split to use if there are several; in a folder of files, the prefix of their names. null if there is "
+            "Split to use if there are several; in a folder of files, the beginning of their names. null if there is "
             "only one."
         ),
     ] = None
@@ -78,12 +78,12 @@ class FileKeys(HeldOutKeys):
 
 @section
 class ToolKeys:
-    """Tools of a row."""
+    """Key of data sets whose rows may have tools."""
 
     tool_key: Annotated[
         str | None,
         doc(
-            "Row field with the tools that the assistant may call, for the chat template; if omitted: `tools`. null "
-            "ignores tools. Rows without the field have none."
+            "Row field with the tools that the assistant may call, which the chat template shows. Rows without the "
+            "field have no tools; null ignores tools."
         ),
     ] = "tools"

@@ -43,8 +43,8 @@ class DTensorConfig:
     context_parallel_size: Annotated[
         int,
         doc(
-            "Devices that each row is split over, with the same results: for rows whose activations do not fit on "
-            "one device. Excludes `policy.sequence_packing`, `torch_compile`, `activation_offload` and an "
+            "Devices that each row is split over, for rows whose activations do not fit on one device; the results are "
+            "the same. Excludes `policy.sequence_packing`, `torch_compile`, `activation_offload` and an "
             "`expert_parallel_size` above 1.",
             ge=1,
         ),
@@ -61,13 +61,13 @@ class DTensorConfig:
     sequence_parallel: Annotated[
         bool,
         doc(
-            "Also shard norms, dropout and the residual stream along the sequence, with the same results: fewer "
-            "activations per device. Needs `tensor_parallel_size` above 1."
+            "Also shard norms, dropout and the residual stream along the sequence: fewer activations per device, the "
+            "same results. Needs `tensor_parallel_size` above 1."
         ),
     ] = False
-    activation_checkpointing: Annotated[bool, doc("Recompute activations in backward passes, do not keep them.")] = (
-        False
-    )
+    activation_checkpointing: Annotated[
+        bool, doc("Recompute activations in backward passes instead of keeping them.")
+    ] = False
     activation_offload: Annotated[
         bool,
         doc(
@@ -77,7 +77,12 @@ class DTensorConfig:
     ] = False
     activation_offload_fraction: Annotated[
         float,
-        doc("Only 1.0 with `activation_offload`: the inputs of all layers but the last are offloaded.", gt=0, le=1),
+        doc(
+            "Must be 1.0 with `activation_offload`, which offloads the inputs of all layers but the last; another "
+            "value is refused.",
+            gt=0,
+            le=1,
+        ),
     ] = 1.0
     activation_offload_host_limit_gib: Annotated[
         float,
@@ -86,27 +91,27 @@ class DTensorConfig:
     torch_compile: Annotated[
         bool,
         doc(
-            "Compile the layers with torch.compile: faster and less memory, for half a minute in the first step "
-            "(cached on disk between runs). Needs `tensor_parallel_size` 1. No effect on CPU or on layers with "
-            "experts."
+            "Compile the layers with torch.compile. Steps are then faster and need less memory; the first one takes "
+            "half a minute longer, unless an earlier run left the compiled code on disk. Needs `tensor_parallel_size` "
+            "1. No effect on CPU or on layers with experts."
         ),
     ] = True
     cpu_offload: Annotated[
         bool,
         doc(
-            "For models larger than the GPU: keep parameters, gradients and optimizer states on the host and stream "
-            "them through the device part by part (a layer, the embedding, the output layer), in every pass and in "
-            "the update, which runs on the device. Passes go layer by layer over many micro-batches, so each part is "
+            "For models larger than the GPU: keep parameters, gradients and optimizer states on the host, and stream "
+            "them through the device part by part (a layer, the embedding, the output layer) in every pass and in the "
+            "update, which runs on the device. A pass takes each layer with many micro-batches, so that a part is "
             "copied once in each direction; with `activation_offload`, once per micro-batch. Needs "
-            "`activation_checkpointing`, no dropout and one policy worker; without `lora_cfg`."
+            "`activation_checkpointing` and one policy worker; excludes dropout and `lora_cfg`."
         ),
     ] = False
     offload_optimizer_states: Annotated[
         bool,
         doc(
-            "Offload optimizer states to the host except around the optimizer step: they are prefetched during the "
-            "preceding micro-batches if there is room, and offloaded during the next forward pass. The update runs "
-            "on the device."
+            "Keep optimizer states on the host except around the optimizer step. They are prefetched during the "
+            "preceding micro-batches if there is room, and offloaded during the next forward pass. The update runs on "
+            "the device."
         ),
     ] = False
     offload_optimizer_states_fraction: Annotated[
@@ -118,9 +123,9 @@ class DTensorConfig:
     offload_optimizer_states_chunk_mib: Annotated[
         float | None,
         doc(
-            "With `offload_optimizer_states`: stream the states in parts of this many MiB. At least two parts are "
-            "on the device during the step, more if passes leave room. null uses one part, which "
-            "needs room for all states.",
+            "With `offload_optimizer_states`: stream the states in parts of this many MiB. During the step at least "
+            "two parts are on the device, more if passes leave room. null uses one part, which needs room for all "
+            "states.",
             gt=0,
         ),
     ] = None
@@ -128,52 +133,52 @@ class DTensorConfig:
 
     @property
     def section(self) -> str:
-        """See `BackendConfig`, as for all below."""
+        """See `BackendConfig`, which describes this and the properties below."""
         return "dtensor_cfg"
 
     @property
     def streaming_section(self) -> str:
-        """This one."""
+        """This section."""
         return "policy.dtensor_cfg"
 
     @property
     def activation_key(self) -> str:
-        """That of this backend."""
+        """This section's key."""
         return "policy.dtensor_cfg.activation_offload"
 
     @property
     def streamed_share(self) -> float:
-        """As the keys say."""
+        """All with `cpu_offload`, else the fraction of `offload_optimizer_states`."""
         if self.cpu_offload:
             return 1.0
         return self.offload_optimizer_states_fraction if self.offload_optimizer_states else 0.0
 
     @property
     def streams_parameters(self) -> bool:
-        """As the key says."""
+        """With `cpu_offload`."""
         return self.cpu_offload
 
     @property
     def streams_in_parts(self) -> bool:
-        """As the keys say."""
+        """With `cpu_offload`, or with a chunk size."""
         in_parts = self.offload_optimizer_states and self.offload_optimizer_states_chunk_mib is not None
         return in_parts or self.cpu_offload
 
     @property
     def keeps_optimizer_on_host(self) -> bool:
-        """Never."""
+        """Never: this backend updates on the device."""
         return False
 
     @property
     def model_parallel(self) -> ModelParallel:
-        """Tensor and context parallelism."""
+        """Tensor- and context-parallel ranks."""
         return ModelParallel(self.tensor_parallel_size, self.context_parallel_size)
 
     @property
     def worker_env_vars(self) -> Mapping[str, str]:
-        """Nothing."""
+        """None."""
         return {}
 
     def without_streaming(self) -> Self:
-        """The same with `offload_optimizer_states` false."""
+        """Copy the section with `offload_optimizer_states` false."""
         return replace(self, offload_optimizer_states=False)

@@ -1,4 +1,4 @@
-"""Settings of an engine: its section of the YAML, and values from other sections."""
+"""Settings of an engine: its section of the YAML, and values that it needs from other sections."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class EndpointSettings:
     """Settings of an engine's HTTP endpoint.
 
     Attributes:
-        listening: Of the first engine; engine i has the port i further on, where it is not any.
-        tokenizer: Whose chat template writes the prompts.
+        listening: Address of the first engine; engine i uses the port i higher, unless any free port will do.
+        tokenizer: Its chat template renders the prompts.
         add_bos: As `data.add_bos`.
-        serving_chat_kwargs: Of `http_server_serving_chat_kwargs`.
+        serving_chat_kwargs: As `http_server_serving_chat_kwargs`.
     """
 
     listening: Listening
@@ -32,23 +32,31 @@ class EndpointSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class VllmSettings(VllmConfig):
-    """One vLLM engine: `policy.generation.vllm_cfg` with what stands elsewhere."""
+    """One vLLM engine: `policy.generation.vllm_cfg`, and keys of other sections.
 
-    model_name: str  # of `policy`
-    hf_config_overrides: Mapping[str, Any]  # of `policy`
-    vllm_kwargs: Mapping[str, Any]  # of `policy.generation`, handed to vllm.LLM as they are
-    seed: int  # of `grpo`
-    endpoint: EndpointSettings | None = None  # with `expose_http_server`
+    Attributes:
+        model_name: From `policy`.
+        hf_config_overrides: From `policy`.
+        vllm_kwargs: From `policy.generation`; passed to `vllm.LLM` unchanged.
+        seed: From the section of the algorithm.
+        endpoint: Settings of the HTTP server; None without `expose_http_server`.
+    """
+
+    model_name: str
+    hf_config_overrides: Mapping[str, Any]
+    vllm_kwargs: Mapping[str, Any]
+    seed: int
+    endpoint: EndpointSettings | None = None
 
 
 @dataclass(frozen=True)
 class Listening:
-    """Where to listen, and what a request must bear.
+    """Address of a server, and the token that requests must have.
 
     Attributes:
         host: The address to bind.
-        port: 0 for any that is free.
-        token: What requests must bear; None where none is asked for. Not part of `repr`.
+        port: The port; 0 for any free one.
+        token: Token that requests must have; None for none. Not part of `repr`.
     """
 
     host: str
@@ -56,20 +64,20 @@ class Listening:
     token: str | None = field(repr=False)
 
     def admits(self, authorization: str | None) -> bool:
-        """Whether to answer a request with this `Authorization` header: `Bearer TOKEN`, where there is a token."""
+        """Tell whether to answer a request with this `Authorization` header (`Bearer TOKEN` if there is a token)."""
         if self.token is None:
             return True
         return hmac.compare_digest((authorization or "").encode(), f"Bearer {self.token}".encode())
 
     def further(self, number: int) -> Listening:
-        """The same `number` ports further on, where the port is not any that is free."""
+        """Return the address `number` ports higher, or the same one if any free port will do."""
         return replace(self, port=self.port + number) if self.port else self
 
     def bound(self) -> socket.socket:
-        """A socket bound there, whose number of the port is known before anything listens.
+        """Bind a socket, so that the port is known before the server listens.
 
         Raises:
-            ConfigError: The address is not of this machine, or the port is taken.
+            ConfigError: The address does not belong to this machine, or the port is taken.
         """
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         bound = socket.socket(family, socket.SOCK_STREAM)
@@ -80,6 +88,6 @@ class Listening:
             bound.close()
             raise ConfigError(
                 f"cannot listen on {self.host} port {self.port} ({error.strerror or error}); choose an address of this "
-                "machine and a port that is free, or port 0 for any"
+                "machine and a free port, or 0 for any free port"
             ) from error
         return bound

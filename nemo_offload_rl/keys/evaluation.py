@@ -16,27 +16,25 @@ class EvalSectionConfig:
     metric: Annotated[
         Literal["pass@k", "cons@k"],
         doc(
-            "pass@k: an unbiased estimate of the probability that at least one of k responses is correct. cons@k: "
-            "also the probability that the majority answer of k responses is correct; the environment must report "
-            "the answer that it extracted."
+            "pass@k: an unbiased estimate of the probability that at least one of k responses is correct. cons@k: also "
+            "the probability that the most frequent answer of k responses is correct; the environment must report the "
+            "answer that it found in a response."
         ),
     ] = "pass@k"
     num_tests_per_prompt: Annotated[int, doc("Responses per prompt.", ge=1)] = 1
     k_value: Annotated[
-        int, doc("The k of the score; powers of 2 up to num_tests_per_prompt are reported too.", ge=1)
+        int, doc("The k of the metric; powers of 2 up to `num_tests_per_prompt` are reported too.", ge=1)
     ] = 1
-    greedy: Annotated[
-        bool, doc("Also generate one greedy response per prompt, for `accuracy_greedy`, if the others are sampled.")
-    ] = False
+    greedy: Annotated[bool, doc("Also generate one greedy response per prompt, for `accuracy_greedy`.")] = False
     max_samples: Annotated[
-        int | None, doc("Maximum number of prompts, taken in order from each data set in turn; null for all.", ge=1)
+        int | None, doc("Maximum number of prompts, taken from each data set in turn; null for all.", ge=1)
     ] = None
     seed: Annotated[int, doc("Seed for sampling.", ge=0)] = 42
     save_path: Annotated[
         str | None,
         doc(
-            "Folder for results.json, responses.jsonl and the page index.html, which are overwritten; null writes "
-            "nothing."
+            "Folder for results.json, responses.jsonl and the page index.html. Earlier files are overwritten; null "
+            "writes nothing."
         ),
     ] = "runs/eval"
 
@@ -61,7 +59,7 @@ class EvalGenerationConfig:
         "${generation.vllm_cfg.max_model_len}"
     )
     temperature: Annotated[float, doc("Sampling temperature; 0 is greedy, for one response per prompt.", ge=0)] = 0.0
-    top_p: Annotated[float, doc("Nucleus sampling: probability mass to keep.", gt=0, le=1)] = 1.0
+    top_p: Annotated[float, doc("Nucleus sampling: probability to keep.", gt=0, le=1)] = 1.0
     top_k: Annotated[int | None, doc("Sample from this many of the most likely tokens; null for all.", ge=1)] = None
     stop_token_ids: Annotated[
         tuple[int, ...] | None,
@@ -77,7 +75,7 @@ class EvalGenerationConfig:
     )
 
     def sampling(self, *, greedy: bool) -> SamplingSettings:
-        """As the keys say, or greedy."""
+        """Return how to sample: as the keys say, or greedily."""
         return SamplingSettings(
             max_new_tokens=self.max_new_tokens,
             temperature=0.0 if greedy else self.temperature,

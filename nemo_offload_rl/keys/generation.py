@@ -27,52 +27,52 @@ class VllmConfig:
     enable_sleep_mode: Annotated[
         bool,
         doc(
-            "Release the engine's memory between generations. false keeps it resident for the whole run, training "
-            "included, and the policy is not offloaded for generation: for GPUs that hold both."
+            "Release the engine's memory between generations. With false the engine stays in GPU memory during "
+            "training, and the policy during generation: for GPUs that hold both."
         ),
     ] = True
     max_model_len: Annotated[
         int, doc("Maximum length of prompt plus response in tokens; the engine ends every response there.", ge=2)
     ]
     enforce_eager: Annotated[
-        bool, doc("Disable CUDA graphs: slower generation, faster startup. A CPU has none, whatever the key says.")
+        bool, doc("Do not use CUDA graphs: slower generation, faster start. No effect on CPU.")
     ] = False
     per_request_seeds: Annotated[
         bool,
         doc(
-            "Sample each response with its own seed, derived from `grpo.seed`, step and prompt. Runs are then "
-            "reproducible regardless of how the engine batches requests, also after a resume. vLLM samples row by "
-            "row in this mode, which took no longer with 512 concurrent responses. false samples all responses from "
-            "one generator of the engine, seeded with `grpo.seed`."
+            "Sample each response with its own seed, made of `grpo.seed`, step and prompt. Samples then do not depend "
+            "on how the engine batches requests, and are the same after a resume. vLLM samples row by row in this "
+            "mode, which took no longer with 512 concurrent responses. false samples all responses from one generator "
+            "of the engine, seeded with `grpo.seed`."
         ),
     ] = True
     max_restarts: Annotated[
         int,
         doc(
-            "How often per run the engines may be restarted after one dies, hangs or lacks the memory to wake; the "
-            "interrupted generation is repeated. 0 ends the run at the first failure.",
+            "How often per run the engines may be restarted after one of them dies, hangs or lacks the memory to wake. "
+            "The interrupted generation is repeated. 0 ends the run at the first failure.",
             ge=0,
         ),
     ] = 0
     expose_http_server: Annotated[
         bool,
         doc(
-            "Serve `/v1/chat/completions` from each engine, for environments that use HTTP (docs/guides/agents.md); "
-            "needs `async_engine`. If omitted: false."
+            "Serve `/v1/chat/completions` from each engine, for environments that use HTTP (docs/guides/agents.md). "
+            "Needs `async_engine`."
         ),
     ] = False
     http_server_host: Annotated[
         str,
         doc(
-            "Address that the engines listen on. Any address other than loopback needs the environment variable "
-            "`NEMO_OFFLOAD_RL_TOKEN`, and requests must send that token. If omitted: 127.0.0.1.",
+            "Address that the engines listen on. Any address that other machines can reach needs a token in the "
+            "environment variable `NEMO_OFFLOAD_RL_TOKEN`, which requests must send.",
             min_length=1,
         ),
     ] = "127.0.0.1"
     http_server_port: Annotated[
         int,
         doc(
-            "Port of the first engine; each further engine uses the next one. 0 or omitted: any free port.",
+            "Port of the first engine; each further engine uses the next one. 0 uses any free port.",
             ge=0,
             le=65535,
         ),
@@ -81,14 +81,14 @@ class VllmConfig:
         dict[str, Any] | None,
         doc(
             "Arguments of vLLM's `OpenAIServingChat`: `enable_auto_tools`, `tool_parser` and `reasoning_parser`. "
-            "null or omitted: tool calls and reasoning stay in the text."
+            "null leaves tool calls and reasoning in the text."
         ),
     ] = None
 
 
 @section
 class ColocatedResourcesConfig:
-    """`policy.generation.colocated.resources`: the devices of engines that do not share the trainer's."""
+    """`policy.generation.colocated.resources`: devices of the engines if they do not share the trainer's."""
 
     gpus_per_node: Annotated[
         int | None,
@@ -107,8 +107,8 @@ class ColocatedConfig:
     enabled: Annotated[
         bool,
         doc(
-            "Engine and trainer take turns on the same devices. false gives each its own, and nothing is offloaded "
-            "for generation."
+            "Engine and trainer take turns on the same devices. With false each has its own devices, and nothing is "
+            "offloaded for generation."
         ),
     ] = True
     resources: Annotated[ColocatedResourcesConfig, doc("Devices of the engines when not colocated.")]
@@ -121,15 +121,14 @@ class GenerationConfig:
     backend: Annotated[Literal["vllm"], doc("The inference engine.")] = "vllm"
     max_new_tokens: Annotated[
         int,
-        doc("Maximum response length in tokens; after a long prompt, `vllm_cfg.max_model_len` ends it earlier.", ge=1),
+        doc("Maximum response length in tokens; `vllm_cfg.max_model_len` may end a response earlier.", ge=1),
     ]
     temperature: Annotated[float, doc("Sampling temperature of rollouts; 0 is greedy.", ge=0)] = 1.0
     top_p: Annotated[
         float,
         doc(
-            "Nucleus sampling: probability mass to keep. Logprobs of engine and policy are normalized over the "
-            "tokens kept by `top_k` and `top_p`, as in NeMo-RL; the reference's logprobs and the KL are over all "
-            "tokens.",
+            "Nucleus sampling: probability to keep. Logprobs of engine and policy are normalized over the tokens that "
+            "`top_k` and `top_p` keep, as in NeMo-RL; the reference's logprobs and the KL are over all tokens.",
             gt=0,
             le=1,
         ),
@@ -158,12 +157,12 @@ class GenerationConfig:
 
     @property
     def sampling(self) -> SamplingSettings:
-        """Of rollouts."""
+        """How rollouts are sampled."""
         return self._sampling(self.temperature, self.top_p, self.top_k)
 
     @property
     def val_sampling(self) -> SamplingSettings:
-        """Of validation."""
+        """How validation is sampled."""
         return self._sampling(self.val_temperature, self.val_top_p, self.val_top_k)
 
     def _sampling(self, temperature: float, top_p: float, top_k: int | None) -> SamplingSettings:
@@ -179,9 +178,9 @@ class GenerationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingSettings:
-    """How tokens are drawn. `temperature` 0 is greedy; `top_k` None means all.
+    """How tokens are sampled. `temperature` 0 is greedy; `top_k` None keeps all.
 
-    Logprobs are those at `temperature` over the tokens that `top_k` and `top_p` leave, as the policy's.
+    Logprobs are at `temperature`, normalized over the tokens that `top_k` and `top_p` keep, like the policy's.
     """
 
     max_new_tokens: int

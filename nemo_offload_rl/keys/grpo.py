@@ -1,4 +1,4 @@
-"""The YAML keys `grpo.*`, `distillation.*` and `loss_fn.*`; those of `sft` and `dpo` are in `supervised_config.py`."""
+"""The YAML keys `grpo.*`, `distillation.*` and `loss_fn.*`; those of `sft` and `dpo` are in `supervised.py`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from nemo_offload_rl.keys.section import doc, section, value_of
 
 @section
 class RewardShapingConfig:
-    """`grpo.reward_shaping`: a soft length penalty (DAPO, arXiv 2503.14476, equation 13), or one for cut responses."""
+    """`grpo.reward_shaping`: a penalty for long (DAPO, arXiv 2503.14476, equation 13) or truncated responses."""
 
-    enabled: Annotated[bool, doc("Lower the reward of responses that approach the length limit or were truncated.")] = (
-        False
-    )
+    enabled: Annotated[
+        bool, doc("Lower the reward of responses that come close to the length limit, or were truncated.")
+    ] = False
     overlong_buffer_length: Annotated[
-        int, doc("Tokens before `max_response_length` over which the penalty grows from 0 to its full value.", ge=1)
+        int, doc("The penalty grows from 0 to its full value over this many tokens before the limit.", ge=1)
     ] = 128
     overlong_buffer_penalty: Annotated[float, doc("Penalty of a response as long as `max_response_length`.", ge=0)] = 1
     max_response_length: Annotated[int, doc("Length limit for the penalty, in tokens.", ge=1)] = value_of(
@@ -24,9 +24,9 @@ class RewardShapingConfig:
     stop_properly_penalty_coef: Annotated[
         float | None,
         doc(
-            "Instead multiply the reward of responses truncated at a token limit by this (ProRLv2): 0 removes the "
-            "reward, 1 keeps it; the other keys are then ignored. Negative rewards are not changed, since truncation "
-            "would raise them (NeMo-RL multiplies them too). null or omitted: the soft length penalty.",
+            "If set, multiply the reward of truncated responses by this instead (ProRLv2), and ignore the other keys: "
+            "0 removes the reward, 1 keeps it. Negative rewards stay as they are, since a factor below 1 would raise "
+            "them (NeMo-RL multiplies them too). null: the penalty for length.",
             ge=0,
             le=1,
         ),
@@ -51,10 +51,10 @@ class AdvEstimatorConfig:
     name: Annotated[
         Literal["grpo", "gdpo", "reinforce_plus_plus"],
         doc(
-            "`grpo` compares within each group, according to `grpo.normalize_rewards` and "
-            "`use_leave_one_out_baseline`. `gdpo` (arXiv 2601.05242) does so for each part of a reward separately, "
-            "such as each of several functions, and normalizes their weighted sum over the step. "
-            "`reinforce_plus_plus` (arXiv 2501.03262) normalizes over all tokens of the step and ignores both keys."
+            "`grpo` compares rewards within each group, as `grpo.normalize_rewards` and `use_leave_one_out_baseline` "
+            "say. `gdpo` (arXiv 2601.05242) does so for each part of a reward by itself, such as each of several "
+            "reward functions, and normalizes the weighted sum over the step. `reinforce_plus_plus` (arXiv 2501.03262) "
+            "normalizes over all tokens of the step and ignores both keys."
         ),
     ] = "grpo"
     minus_baseline: Annotated[
@@ -64,18 +64,18 @@ class AdvEstimatorConfig:
     reward_weights: Annotated[
         tuple[float, ...] | None,
         doc(
-            "For `gdpo`: weights of the parts' advantages, in alphabetical order of the parts' names, as in "
-            "NeMo-RL; null or omitted: 1 each. The reported reward uses the weights of `env.NAME.weights`."
+            "For `gdpo`: weights of the parts' advantages, in alphabetical order of the parts' names, as in NeMo-RL; "
+            "null: 1 each. The reported reward uses `env.NAME.weights`."
         ),
     ] = None
     target: Annotated[
         str | None,
         doc(
-            "Your own function instead (docs/guides/your-own-reward.md), as `package.module.name` or "
-            "`path/to/file.py:name`; null or omitted: use `name`."
+            "Your own function instead of `name` (docs/guides/your-own-reward.md), as `package.module.name` or "
+            "`path/to/file.py:name`; null: none."
         ),
     ] = None
-    kwargs: Annotated[dict[str, Any] | None, doc("Its further arguments; null or omitted: none.")] = None
+    kwargs: Annotated[dict[str, Any] | None, doc("Its further arguments; null for none.")] = None
 
 
 @section
@@ -86,11 +86,11 @@ class RolloutFilterConfig:
         str | None,
         doc(
             "Function, as `package.module.name` or `path/to/file.py:name`, that takes the rollouts of a group and "
-            "returns a list that says whether to train on each; null trains on all. The rewards of all of them "
-            "count in advantages and metrics."
+            "returns for each whether to train on it. Rewards of all rollouts count in advantages and metrics. null "
+            "trains on all."
         ),
     ] = None
-    kwargs: Annotated[dict[str, Any] | None, doc("Its further arguments; null or omitted: none.")] = None
+    kwargs: Annotated[dict[str, Any] | None, doc("Its further arguments; null for none.")] = None
 
 
 @section
@@ -101,12 +101,12 @@ class RolloutStopConfig:
         str | None,
         doc(
             "Function, as `package.module.name` or `path/to/file.py:name`, that takes a `Response` and the "
-            "environment's `Observation`. True ends the rollout with `Observation.otherwise`, a `Score` ends it "
-            "with that score, False continues. Called after each turn that another could follow, also in "
-            "validation; agents end their own rollouts. null ends none."
+            "environment's `Observation`. True ends the rollout with `Observation.otherwise`, a `Score` ends it with "
+            "that score, False continues. It is called after each turn that another one could follow, also in "
+            "validation, but not for agents, which end their own rollouts. null ends none."
         ),
     ] = None
-    kwargs: Annotated[dict[str, Any] | None, doc("Its further arguments; null or omitted: none.")] = None
+    kwargs: Annotated[dict[str, Any] | None, doc("Its further arguments; null for none.")] = None
 
 
 @section
@@ -120,11 +120,11 @@ class OwnLossConfig:
             "(docs/guides/your-own-reward.md), as `package.module.name` or `path/to/file.py:name`; null: none."
         ),
     ] = None
-    kwargs: Annotated[dict[str, Any] | None, doc("Its further arguments; null or omitted: none.")] = None
+    kwargs: Annotated[dict[str, Any] | None, doc("Its further arguments; null for none.")] = None
 
 
 class OwnCodeConfig(Protocol):
-    """A section that names code of a user's."""
+    """A section that names the user's code."""
 
     @property
     def target(self) -> str | None:
@@ -139,38 +139,35 @@ class OwnCodeConfig(Protocol):
 
 @section
 class AsyncGrpoConfig:
-    """`grpo.async_grpo`: rollouts while the policy trains."""
+    """`grpo.async_grpo`: generating rollouts while the policy trains."""
 
     enabled: Annotated[
         bool,
         doc(
-            "Generate the rollouts of later steps while the current step trains (docs/guides/async-grpo.md). "
-            "Requires engines on their own devices, `vllm_cfg.async_engine`, and "
-            "`loss_fn.use_importance_sampling_correction`."
+            "Generate the rollouts of later steps while the current step trains (docs/guides/async-grpo.md). Requires "
+            "engines on their own devices, `vllm_cfg.async_engine`, and `loss_fn.use_importance_sampling_correction`."
         ),
     ] = False
     max_trajectory_age_steps: Annotated[
         int,
         doc(
-            "Maximum number of steps that the policy may have trained since the weights with which a rollout began; "
-            "at most this many steps are collected ahead. 0 collects nothing ahead: generation and training "
-            "alternate. If omitted: 1.",
+            "Maximum number of steps between the weights with which a rollout begins and the step that trains on it; "
+            "at most this many steps are collected ahead. With 0, generation and training take turns.",
             ge=0,
         ),
     ] = 1
     in_flight_weight_updates: Annotated[
         bool,
         doc(
-            "Update the engines' weights in the middle of responses, which continue with the new weights. false or "
-            "omitted: each update waits until no rollout is in progress."
+            "Update the engines' weights in the middle of responses, which continue with the new weights. With false, "
+            "each update waits until no rollout is in progress."
         ),
     ] = False
     recompute_kv_cache_after_weight_updates: Annotated[
         bool,
         doc(
-            "Recompute the KV cache of responses that continue with new weights; false or omitted keeps the old "
-            "weights' KV cache. Ignored without `in_flight_weight_updates`: a cache that no response needs is "
-            "always dropped."
+            "Recompute the KV cache of responses that continue with new weights; with false they keep the cache of the "
+            "old weights. No effect without `in_flight_weight_updates`."
         ),
     ] = False
 
@@ -187,24 +184,24 @@ class RolloutSectionConfig:
     max_num_epochs: Annotated[
         int,
         doc(
-            "Maximum number of passes over the training prompts, including those drawn by dynamic sampling.",
+            "Maximum number of passes over the training prompts. Prompts that dynamic sampling draws count too.",
             ge=1,
         ),
     ]
-    max_num_steps: Annotated[int, doc("Maximum number of steps, if the epochs do not end first.", ge=1)]
+    max_num_steps: Annotated[int, doc("Maximum number of steps; the epochs may end the run earlier.", ge=1)]
     val_period: Annotated[int, doc("Steps between validations; 0 disables validation.", ge=0)]
     val_at_start: Annotated[bool, doc("Validate before the first step.")] = False
     val_at_end: Annotated[bool, doc("Validate after the last step.")] = False
     max_val_samples: Annotated[int, doc("Maximum number of prompts per validation.", ge=1)]
     val_batch_size: Annotated[int, doc("Validation prompts sent to the engine at once.", ge=1)]
     val_num_generations_per_prompt: Annotated[
-        int, doc("Responses per validation prompt, averaged in accuracy.", ge=1)
+        int, doc("Responses per validation prompt; accuracy is their mean.", ge=1)
     ] = 1
     max_token_mult_prob_error: Annotated[
         float | None,
         doc(
-            "Limit for `train/token_mult_prob_error`, which measures how far engine and policy disagree about the "
-            "probabilities of sampled tokens (1 is agreement). A step above it ends the run. null for no limit.",
+            "A step in which `train/token_mult_prob_error` is above this ends the run, since engine and policy give "
+            "sampled tokens different probabilities (1 is agreement). null for no limit.",
             gt=1,
         ),
     ] = 1.5
@@ -218,8 +215,13 @@ class RolloutSectionConfig:
     seed: Annotated[int, doc("Seed for data order, sampling and initialization.", ge=0)] = 42
 
     @property
+    def validates(self) -> bool:
+        """Whether the run validates at all."""
+        return self.val_at_start or self.val_at_end or self.val_period > 0
+
+    @property
     def prompts_per_generation_batch(self) -> int:
-        """Prompts that are drawn and answered at once."""
+        """Number of prompts that are drawn and answered at once."""
         return self.num_prompts_per_step
 
 
@@ -228,13 +230,13 @@ class GrpoSectionConfig(RolloutSectionConfig):
     """`grpo`: the loop of group relative policy optimization (arXiv 2402.03300)."""
 
     normalize_rewards: Annotated[
-        bool, doc("Divide advantages by the standard deviation of the rewards that the baseline averages.")
+        bool, doc("Divide advantages by the standard deviation of the rewards whose mean is the baseline.")
     ] = True
     use_leave_one_out_baseline: Annotated[
         bool,
         doc(
-            "Use the mean reward of the other responses in the group as a response's baseline, instead of the mean "
-            "of all."
+            "The baseline of a response is the mean reward of the other responses of its group; with false, the mean "
+            "of the whole group."
         ),
     ] = True
     overlong_filtering: Annotated[
@@ -246,8 +248,8 @@ class GrpoSectionConfig(RolloutSectionConfig):
     dynamic_sampling_max_gen_batches: Annotated[
         int,
         doc(
-            "Maximum number of generation batches that dynamic sampling may use for one step; needing more is an "
-            "error.",
+            "Maximum number of generation batches that dynamic sampling may use for one step. A step that is not full "
+            "then ends the run.",
             ge=1,
         ),
     ] = 10
@@ -255,11 +257,11 @@ class GrpoSectionConfig(RolloutSectionConfig):
         float,
         doc(
             "Size of dynamic sampling's generation batches, as a multiple of `num_prompts_per_step`, rounded down. "
-            "Above 1 it makes up for groups that will be dropped. Must be 1 without dynamic sampling.",
+            "More than 1 makes up for groups that will be dropped. Must be 1 without dynamic sampling.",
             ge=1,
         ),
     ] = 1
-    reward_shaping: Annotated[RewardShapingConfig, doc("Soft length penalty.")]
+    reward_shaping: Annotated[RewardShapingConfig, doc("Penalty for long or truncated responses.")]
     reward_scaling: Annotated[RewardScalingConfig, doc("Linear map of rewards, before shaping.")]
     adv_estimator: Annotated[AdvEstimatorConfig, doc("How advantages are computed from rewards.")]
     rollout_filter: Annotated[RolloutFilterConfig, doc("Which rollouts to train on; if omitted, all.")] | None = None
@@ -274,20 +276,20 @@ class GrpoSectionConfig(RolloutSectionConfig):
     seq_logprob_error_threshold: Annotated[
         float | None,
         doc(
-            "Exclude responses whose mean `token_mult_prob_error` is above this from the loss, since engine and "
-            "policy disagree about them (1 is agreement). null keeps all.",
+            "Exclude responses from the loss whose mean `token_mult_prob_error` is above this, since engine and policy "
+            "give them different probabilities (1 is agreement). null keeps all.",
             gt=1,
         ),
     ] = None
 
     @property
     def is_async(self) -> bool:
-        """Whether rollouts are collected during training."""
+        """Whether rollouts are generated during training."""
         return self.async_grpo is not None and self.async_grpo.enabled
 
     @property
     def prompts_per_generation_batch(self) -> int:
-        """Prompts that are drawn and answered at once."""
+        """Number of prompts that are drawn and answered at once."""
         return int(self.num_prompts_per_step * self.batch_multiplier)
 
 
@@ -301,22 +303,23 @@ class ClippedPGLossConfig:
     reference_policy_kl_type: Annotated[
         Literal["k1", "k2", "k3", "k1+", "k3+", "k1w", "k2w", "k3w"],
         doc(
-            "Estimator of the KL. k1+ and k3+ have the values of k1 and k3 and the gradient of the KL, as does k2. "
-            "The gradient of k1 is zero in expectation, and that of k3 is not the KL's. k1w, k2w and k3w are "
+            "Estimator of the KL. k1+, k2 and k3+ have the gradient of the KL; k1+ and k3+ have the values of k1 and "
+            "k3. The gradient of k1 is 0 in expectation, and that of k3 is not the KL's. k1w, k2w and k3w are "
             "NeMo-RL's k1, k2 and k3 (docs/reference/metrics.md, estimators of the KL)."
         ),
     ] = "k3+"
     kl_input_clamp_value: Annotated[
         float | None,
         doc(
-            "Clamp on the logprob difference before the estimator; null for 20, the bound of every log-ratio.",
+            "Clamp the logprob difference to plus and minus this before estimating; null for 20, the limit of every "
+            "log-ratio.",
             gt=0,
             le=20,
         ),
     ] = 20.0
     kl_output_clamp_value: Annotated[
         float | None,
-        doc("Clamp on the estimate per token; null for none. k1+ and k3+ keep their gradient beyond it.", gt=0),
+        doc("Clamp the estimate of each token to this; null for no limit. k1+ and k3+ keep their gradient.", gt=0),
     ] = 10.0
     use_kl_in_reward: Annotated[
         bool,
@@ -333,28 +336,30 @@ class ClippedPGLossConfig:
     use_on_policy_kl_approximation: Annotated[
         bool,
         doc(
-            "Weight the KL estimate by the ratio of the current to the sampling probability, so that it is "
-            "on-policy; k1 and k3 then also have the gradient of the KL."
+            "Weight the KL estimate by the ratio of the current to the sampling probability, which makes it on-policy; "
+            "k1 and k3 then also have the gradient of the KL."
         ),
     ] = False
     use_importance_sampling_correction: Annotated[
         bool,
         doc(
-            "Weight tokens by the ratio of the policy's to the engine's probability, since the two compute slightly "
-            "different numbers."
+            "Weight tokens by the ratio of the policy's to the engine's probability, since the two do not compute "
+            "exactly the same numbers."
         ),
     ] = False
     truncated_importance_sampling_type: Annotated[
         Literal["tis", "icepop", "seq-mask-tis"] | None,
         doc(
-            "How to treat weights out of bounds: tis (also null) clamps them to the bounds; icepop sets them to 0; "
-            "seq-mask-tis excludes responses whose geometric mean weight is out of bounds, and applies all other "
+            "How to treat those weights out of bounds: tis (also null) clamps them to the bounds; icepop sets them to "
+            "0; seq-mask-tis excludes responses whose geometric mean weight is out of bounds, and leaves all other "
             "weights unchanged."
         ),
     ] = None
-    truncated_importance_sampling_ratio: Annotated[float | None, doc("Upper bound of it; null for none.", gt=0)] = None
+    truncated_importance_sampling_ratio: Annotated[
+        float | None, doc("Upper bound of those weights; null for none.", gt=0)
+    ] = None
     truncated_importance_sampling_ratio_min: Annotated[
-        float | None, doc("Lower bound of that weight; null for none. icepop and seq-mask-tis need one.", ge=0)
+        float | None, doc("Lower bound of those weights; null for none. icepop and seq-mask-tis need one.", ge=0)
     ] = None
     sequence_level_importance_ratios: Annotated[
         bool, doc("Use one ratio per response, from the mean logprob difference (GSPO, arXiv 2507.18071).")
@@ -374,16 +379,16 @@ class ClippedPGLossConfig:
     use_cispo: Annotated[
         bool,
         doc(
-            "Use the clipped ratio as a weight, without a gradient, on each token's logprob (CISPO, arXiv "
+            "Weight the logprob of each token by the clipped ratio, without a gradient through the ratio (CISPO, arXiv "
             "2506.13585). Clipped tokens then have a gradient too."
         ),
     ] = False
     positive_example_nll_weight: Annotated[
         float,
         doc(
-            "Weight of an added loss term (VAPO, arXiv 2504.05118): the negative logprob of tokens in responses "
-            "with a reward above 0 after scaling and shaping, averaged over those tokens of the global batch. If "
-            "omitted: 0. NeMo-RL reads it in PPO only.",
+            "Weight of a further loss term (VAPO, arXiv 2504.05118): the negative logprob of tokens in responses whose "
+            "reward, scaled and shaped, is above 0, averaged over those tokens of the global batch. NeMo-RL reads this "
+            "key in PPO only.",
             ge=0,
         ),
     ] = 0.0
@@ -393,23 +398,24 @@ class ClippedPGLossConfig:
     force_on_policy_ratio: Annotated[
         bool,
         doc(
-            "Fix the value of the ratio at exactly 1: the logprobs of the training pass replace those before the "
-            "step, so that no separate pass is needed for them. Requires one update per step."
+            "Make the ratio exactly 1: logprobs of the training pass stand in for those before the step, which then "
+            "need no pass of their own. Requires one update per step."
         ),
     ] = False
     target: Annotated[
         str | None,
         doc(
             "Your own function instead of this loss (docs/guides/your-own-reward.md), as `package.module.name` or "
-            "`path/to/file.py:name`; null or omitted: none. Two other keys still determine which logprobs it "
-            "receives: `reference_policy_kl_penalty` (not 0) and `force_on_policy_ratio`."
+            "`path/to/file.py:name`; null: none. Two other keys still decide which logprobs it receives: the "
+            "reference's with a `reference_policy_kl_penalty` above 0, those before the step without "
+            "`force_on_policy_ratio`."
         ),
     ] = None
-    kwargs: Annotated[dict[str, Any] | None, doc("Its further arguments; null or omitted: none.")] = None
+    kwargs: Annotated[dict[str, Any] | None, doc("Its further arguments; null for none.")] = None
 
 
 def needs_prev_logprobs(grpo: GrpoSectionConfig, loss: ClippedPGLossConfig) -> bool:
-    """Whether a step has a pass for the logprobs of the policy before its updates."""
+    """Tell whether a step computes the policy's logprobs before its updates."""
     kl_in_reward = loss.use_kl_in_reward and loss.reference_policy_kl_penalty != 0
     return not loss.force_on_policy_ratio or kl_in_reward or grpo.seq_logprob_error_threshold is not None
 
@@ -421,8 +427,8 @@ class DistillationSectionConfig(RolloutSectionConfig):
     topk_logits_k: Annotated[
         int | None,
         doc(
-            "Number of the teacher's most likely tokens that the student is compared on, at 8 bytes each for every "
-            "sampled token. null compares whole distributions: the teacher's last hidden states are transferred "
+            "Compare student and teacher on this many of the teacher's most likely tokens, which take 8 bytes each "
+            "for every sampled token. null compares whole distributions: the teacher's last hidden states are kept "
             "instead, and its output layer is on the device in training.",
             ge=1,
         ),
@@ -443,7 +449,7 @@ class DistillationLossConfig:
     zero_outside_topk: Annotated[
         bool,
         doc(
-            "Take the teacher's probability outside its top-k as 0 (logprob -100), and the student's over the whole "
-            "vocabulary; false renormalizes both over the top-k."
+            "Take the teacher's probability outside its top-k as 0 (logprob -100), and normalize the student's over "
+            "the whole vocabulary. false normalizes both over the top-k."
         ),
     ] = False

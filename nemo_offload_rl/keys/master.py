@@ -1,9 +1,14 @@
-"""The whole configuration of a run: one section of sections for each algorithm, and what they have in common."""
+"""The whole configuration of each kind of run.
+
+`GrpoMasterConfig` and its siblings have the keys of a YAML file. `GrpoConfig` and its siblings add the settings of
+workers and engines, which are made of those keys, and the plain dictionary for the records of a run (`resolved`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Protocol
 
 from nemo_offload_rl.keys.data import (
     DataConfig,
@@ -13,6 +18,7 @@ from nemo_offload_rl.keys.data import (
     SftDataConfig,
     TokenizerConfig,
 )
+from nemo_offload_rl.keys.engine import VllmSettings
 from nemo_offload_rl.keys.evaluation import EvalGenerationConfig, EvalSectionConfig
 from nemo_offload_rl.keys.grpo import (
     ClippedPGLossConfig,
@@ -26,20 +32,44 @@ from nemo_offload_rl.keys.policy import PolicyConfig, TeacherConfig, TrainedPoli
 from nemo_offload_rl.keys.run import CheckpointingConfig, ClusterConfig, LoggerConfig
 from nemo_offload_rl.keys.section import doc, section
 from nemo_offload_rl.keys.supervised import DpoSectionConfig, SftSectionConfig, SupervisedSectionConfig
+from nemo_offload_rl.keys.worker import PolicySettings, TeacherSettings
 
 
 @section
-class GrpoMasterConfig:
+class RunConfig:
+    """Keys of all runs that train."""
+
+    policy: Annotated[TrainedPolicyConfig, doc("The model and its training.")]
+    logger: Annotated[LoggerConfig, doc("What is logged, and where.")]
+    cluster: Annotated[ClusterConfig, doc("The machines.")]
+    checkpointing: Annotated[CheckpointingConfig, doc("When to save checkpoints.")]
+
+    @property
+    def algorithm(self) -> tuple[str, RolloutSectionConfig | SupervisedSectionConfig]:
+        """Name and keys of the section of the algorithm: `grpo`, `distillation`, `sft` or `dpo`."""
+        raise NotImplementedError
+
+
+@section
+class RolloutMasterConfig(RunConfig):
+    """Keys of runs whose policy answers prompts."""
+
+    policy: Annotated[PolicyConfig, doc("The model and its training.")]
+    data: Annotated[DataConfig, doc("Prompts.")]
+    env: Annotated[dict[str, EnvConfig], doc("Environments by name.")]
+
+    @property
+    def algorithm(self) -> tuple[str, RolloutSectionConfig]:
+        """Name and keys of the section of the algorithm."""
+        raise NotImplementedError
+
+
+@section
+class GrpoMasterConfig(RolloutMasterConfig):
     """Every key of a GRPO run."""
 
     grpo: Annotated[GrpoSectionConfig, doc("The loop.")]
     loss_fn: Annotated[ClippedPGLossConfig, doc("The loss.")]
-    policy: Annotated[PolicyConfig, doc("The model and its training.")]
-    data: Annotated[DataConfig, doc("Prompts.")]
-    env: Annotated[dict[str, EnvConfig], doc("Environments by name.")]
-    logger: Annotated[LoggerConfig, doc("What is logged, and where.")]
-    cluster: Annotated[ClusterConfig, doc("The machines.")]
-    checkpointing: Annotated[CheckpointingConfig, doc("When to save checkpoints.")]
 
     @property
     def algorithm(self) -> tuple[str, GrpoSectionConfig]:
@@ -48,18 +78,12 @@ class GrpoMasterConfig:
 
 
 @section
-class DistillationMasterConfig:
-    """Every key of a run of on-policy distillation."""
+class DistillationMasterConfig(RolloutMasterConfig):
+    """Every key of a run of on-policy distillation; `policy` is the student."""
 
     distillation: Annotated[DistillationSectionConfig, doc("The loop.")]
     loss_fn: Annotated[DistillationLossConfig, doc("The loss.")]
-    policy: Annotated[PolicyConfig, doc("The student and its training.")]
     teacher: Annotated[TeacherConfig, doc("The teacher.")]
-    data: Annotated[DataConfig, doc("Prompts.")]
-    env: Annotated[dict[str, EnvConfig], doc("Environments by name.")]
-    logger: Annotated[LoggerConfig, doc("What is logged, and where.")]
-    cluster: Annotated[ClusterConfig, doc("The machines.")]
-    checkpointing: Annotated[CheckpointingConfig, doc("When to save checkpoints.")]
 
     @property
     def algorithm(self) -> tuple[str, DistillationSectionConfig]:
@@ -67,22 +91,13 @@ class DistillationMasterConfig:
         return "distillation", self.distillation
 
 
-type RolloutMasterConfig = GrpoMasterConfig | DistillationMasterConfig
-"""Those of runs whose policy answers prompts."""
-WITH_ROLLOUTS = (GrpoMasterConfig, DistillationMasterConfig)
-
-
 @section
-class SftMasterConfig:
+class SftMasterConfig(RunConfig):
     """Every key of an SFT run."""
 
     sft: Annotated[SftSectionConfig, doc("The loop.")]
     loss_fn: Annotated[OwnLossConfig, doc("A custom loss; if omitted, the mean negative logprob.")] | None = None
-    policy: Annotated[TrainedPolicyConfig, doc("The model and its training.")]
     data: Annotated[SftDataConfig, doc("Conversations.")]
-    logger: Annotated[LoggerConfig, doc("What is logged, and where.")]
-    cluster: Annotated[ClusterConfig, doc("The machines.")]
-    checkpointing: Annotated[CheckpointingConfig, doc("When to save checkpoints.")]
 
     @property
     def algorithm(self) -> tuple[str, SftSectionConfig]:
@@ -91,16 +106,12 @@ class SftMasterConfig:
 
 
 @section
-class DpoMasterConfig:
+class DpoMasterConfig(RunConfig):
     """Every key of a DPO run."""
 
     dpo: Annotated[DpoSectionConfig, doc("The loop and the loss.")]
     loss_fn: Annotated[OwnLossConfig, doc("A custom loss; if omitted, the DPO loss.")] | None = None
-    policy: Annotated[TrainedPolicyConfig, doc("The model and its training.")]
     data: Annotated[DpoDataConfig, doc("Pairs.")]
-    logger: Annotated[LoggerConfig, doc("What is logged, and where.")]
-    cluster: Annotated[ClusterConfig, doc("The machines.")]
-    checkpointing: Annotated[CheckpointingConfig, doc("When to save checkpoints.")]
 
     @property
     def algorithm(self) -> tuple[str, DpoSectionConfig]:
@@ -120,6 +131,54 @@ class EvalMasterConfig:
     cluster: Annotated[ClusterConfig, doc("The machines.")]
 
 
+@dataclass(frozen=True, kw_only=True)
+class GrpoConfig(GrpoMasterConfig):
+    """Everything a GRPO run needs to know."""
+
+    worker: PolicySettings
+    engine: VllmSettings
+    resolved: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationConfig(DistillationMasterConfig):
+    """Everything a run of distillation needs to know."""
+
+    worker: PolicySettings
+    teacher_worker: TeacherSettings
+    engine: VllmSettings
+    resolved: Mapping[str, Any]
+
+
+type RolloutConfig = GrpoConfig | DistillationConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftConfig(SftMasterConfig):
+    """Everything an SFT run needs to know."""
+
+    worker: PolicySettings
+    resolved: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DpoConfig(DpoMasterConfig):
+    """Everything a DPO run needs to know. Batch sizes of `policy` count pairs; those of `worker` count rows."""
+
+    worker: PolicySettings
+    resolved: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig(EvalMasterConfig):
+    """Everything an evaluation needs to know."""
+
+    engine: VllmSettings
+    resolved: Mapping[str, Any]
+
+
+type SupervisedConfig = SftConfig | DpoConfig
+
 type Rule[Config] = Callable[[Config], str | None]
 """From a configuration whose keys all have their documented type to one message (fact, reason, fix) or None."""
 
@@ -135,25 +194,6 @@ class PolicyRun(Protocol):
     @property
     def cluster(self) -> ClusterConfig:
         """The section `cluster`."""
-        ...
-
-
-class RunConfig(PolicyRun, Protocol):
-    """The part that the configurations of all runs that train have, for rules that serve all."""
-
-    @property
-    def algorithm(self) -> tuple[str, RolloutSectionConfig | SupervisedSectionConfig]:
-        """Name and keys of the section of the algorithm: `grpo`, `distillation`, `sft` or `dpo`."""
-        ...
-
-    @property
-    def logger(self) -> LoggerConfig:
-        """The section `logger`."""
-        ...
-
-    @property
-    def checkpointing(self) -> CheckpointingConfig:
-        """The section `checkpointing`."""
         ...
 
 

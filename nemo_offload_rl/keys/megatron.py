@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 from nemo_offload_rl.keys.backend import ModelParallel
 from nemo_offload_rl.keys.section import doc, section, value_of
 
-# Megatron's linear layers of attention and of dense MLPs, which adapters are made for.
+# Megatron's linear layers of attention and of dense MLPs: those that can have adapters.
 MEGATRON_ADAPTED_LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 OFFLOAD_VARIABLE = "NVTE_CPU_OFFLOAD_V1"
 
@@ -51,13 +51,18 @@ class MegatronOptimizerConfig:
         doc("Fraction of the parameters whose optimizer is on the host, with `optimizer_cpu_offload`.", ge=0, le=1),
     ] = 0.0
     overlap_cpu_optimizer_d2h_h2d: Annotated[
-        bool, doc("Overlap gradient and parameter copies with the update on the CPU; needs `optimizer_cpu_offload`.")
+        bool,
+        doc(
+            "Overlap copies of gradients and parameters with the update on the CPU; needs `optimizer_cpu_offload`. "
+            "Faster with an `optimizer_offload_fraction` of 1.0; with less it also takes more GPU memory "
+            "(docs/guides/memory.md)."
+        ),
     ] = False
     offload_optimizer_states: Annotated[
         bool,
         doc(
-            "Offload optimizer states and fp32 masters to the host except during the optimizer step, which runs on "
-            "the GPU; excludes `optimizer_cpu_offload`."
+            "Keep optimizer states and fp32 masters on the host except during the optimizer step, which runs on the "
+            "GPU. Excludes `optimizer_cpu_offload`."
         ),
     ] = False
     offload_optimizer_states_fraction: Annotated[
@@ -69,16 +74,15 @@ class MegatronOptimizerConfig:
     offload_optimizer_states_chunk_mib: Annotated[
         float | None,
         doc(
-            "Stream the states in chunks of this many MiB. At least two chunks are on the GPU during the step. If "
-            "the passes leave room, more are prefetched before the step and offloaded after it. null uses one "
-            "chunk, which needs room for all states.",
+            "With `offload_optimizer_states`: stream the states in parts of this many MiB. During the step at least "
+            "two parts are on the GPU, more if passes leave room. null uses one part, which needs room for all states.",
             gt=0,
         ),
     ] = None
 
     @property
     def streamed_share(self) -> float:
-        """Share of states and masters that are on the device in the optimizer step only, at least; 0 for none."""
+        """Smallest share of states and masters that are on the device only during the optimizer step; 0 for none."""
         return self.offload_optimizer_states_fraction if self.offload_optimizer_states else 0.0
 
 
@@ -93,7 +97,7 @@ class MegatronSchedulerConfig:
         "${policy.megatron_cfg.optimizer.weight_decay}"
     )
     weight_decay_incr_style: Annotated[
-        Literal["constant", "linear", "cosine"], doc("How the weight decay changes between the two.")
+        Literal["constant", "linear", "cosine"], doc("How the weight decay changes from the first step to the last.")
     ] = "constant"
     lr_decay_style: Annotated[
         Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"], doc("Shape of the learning-rate decay.")
@@ -121,7 +125,8 @@ class MegatronFp8Config:
         Literal["e4m3", "hybrid"], doc("Number format; `hybrid` is e4m3 in the forward and e5m2 in the backward pass.")
     ] = "e4m3"
     fp8_recipe: Annotated[
-        Literal["blockwise", "tensorwise", "delayed", "mxfp8"], doc("How scales are chosen; mxfp8 needs Blackwell.")
+        Literal["blockwise", "tensorwise", "delayed", "mxfp8"],
+        doc("How scales are chosen; mxfp8 needs a Blackwell GPU."),
     ] = "blockwise"
     force_clear_fp8_caches: Annotated[
         bool, doc("Free the 8-bit copies of the weights before each refit; the next forward pass recreates them.")
@@ -129,7 +134,7 @@ class MegatronFp8Config:
 
     @property
     def token_multiple(self) -> int:
-        """The number of tokens between two exchanges is a multiple of this: the block that shares a scale, else 16."""
+        """A device's tokens must be a multiple of this: the size of the blocks that share a scale, else 16."""
         return {"blockwise": 128, "mxfp8": 32}.get(self.fp8_recipe, 16) if self.enabled else 1
 
 
@@ -177,12 +182,12 @@ class MegatronConfig:
     ] = "transformer_engine"
     tensor_model_parallel_size: Annotated[int, doc("Devices that each layer is sharded over.", ge=1)] = 1
     pipeline_model_parallel_size: Annotated[int, doc("Pipeline stages: devices that share the layers.", ge=1)] = 1
-    num_layers_in_first_pipeline_stage: Annotated[int | None, doc("Layers in the first stage; null: evenly.", ge=1)] = (
-        None
-    )
-    num_layers_in_last_pipeline_stage: Annotated[int | None, doc("Layers in the last stage; null: evenly.", ge=1)] = (
-        None
-    )
+    num_layers_in_first_pipeline_stage: Annotated[
+        int | None, doc("Layers in the first stage; null divides evenly.", ge=1)
+    ] = None
+    num_layers_in_last_pipeline_stage: Annotated[
+        int | None, doc("Layers in the last stage; null divides evenly.", ge=1)
+    ] = None
     context_parallel_size: Annotated[int, doc("Devices that each sequence is split over.", ge=1)] = 1
     expert_model_parallel_size: Annotated[int, doc("Devices that the experts are distributed over.", ge=1)] = 1
     expert_tensor_parallel_size: Annotated[int, doc("Devices that each expert is sharded over.", ge=1)] = 1
@@ -190,9 +195,9 @@ class MegatronConfig:
         Literal["float32", "bfloat16", "float16"], doc("Type of the tensors that stages send to each other.")
     ] = value_of("${policy.precision}")
     sequence_parallel: Annotated[bool, doc("Shard norms and residuals by sequence; needs tensor parallelism.")] = False
-    activation_checkpointing: Annotated[bool, doc("Recompute activations in backward passes, do not keep them.")] = (
-        False
-    )
+    activation_checkpointing: Annotated[
+        bool, doc("Recompute activations in backward passes instead of keeping them.")
+    ] = False
     recompute_granularity: Annotated[
         Literal["full", "selective"], doc("What to recompute: whole layers or only `recompute_modules`.")
     ] = "full"
@@ -206,8 +211,7 @@ class MegatronConfig:
         tuple[str, ...] | None,
         doc(
             "Modules whose inputs are offloaded: qkv_linear, core_attn, attn_proj (needs core_attn) and, in "
-            "mixture-of-experts models, mlp_norm, expert_fc1 and moe_act. Worthwhile for long rows; see "
-            "docs/measurements/activations.md."
+            "mixture-of-experts models, mlp_norm, expert_fc1 and moe_act. Pays with long rows (docs/guides/memory.md)."
         ),
     ] = None
     min_offloaded_tensor_size: Annotated[int, doc("Smaller tensors stay on the GPU. In elements, not bytes.", ge=0)] = (
@@ -220,9 +224,8 @@ class MegatronConfig:
     activation_offload_host_limit_gib: Annotated[
         float,
         doc(
-            "Pinned host memory in GiB that one worker keeps for activations between passes; less if the tokens of "
-            "a micro-batch and the layers cannot need that much. Above it, buffers not used recently are released. "
-            "A pass that needs more at once allocates more, with a warning.",
+            "Maximum pinned host memory in GiB that one worker keeps for activations between passes; buffers not used "
+            "recently are released to stay below it. A pass that needs more at once allocates more, with a warning.",
             gt=0,
         ),
     ] = 64.0
@@ -233,15 +236,15 @@ class MegatronConfig:
     clear_memory_caches_before_refit: Annotated[
         bool,
         doc(
-            "Before each refit, free rotary embeddings, tensors held by mixture-of-experts dispatchers and "
-            "Transformer Engine's workspaces; the next pass recreates them."
+            "Before each refit, free the rotary embeddings, the tensors of mixture-of-experts dispatchers and "
+            "Transformer Engine's workspaces. The next pass creates them again."
         ),
     ] = True
     empty_unused_memory_level: Annotated[
         int,
         doc(
-            "When to release cached GPU memory: 0 only at phase changes, as residency does; 1 also after every "
-            "optimizer step; 2 also after each micro-batch.",
+            "When to release cached GPU memory: 0 only when the phase changes; 1 also after every optimizer step; 2 "
+            "also after each micro-batch.",
             ge=0,
             le=2,
         ),
@@ -250,19 +253,19 @@ class MegatronConfig:
     moe_router_load_balancing_type: Annotated[
         Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"],
         doc(
-            "Auxiliary loss that balances tokens over experts: none, or computed per micro-batch, per sequence "
-            "(padded batches only), or over all micro-batches of the step so far. Use none for RL: the gradient of "
-            "this loss is not the policy's."
+            "Auxiliary loss that balances tokens over experts: none, per micro-batch (`aux_loss`), per sequence "
+            "(`seq_aux_loss`, padded batches only), or over all micro-batches of the step so far (`global_aux_loss`). "
+            "For RL use none: this loss adds a gradient that does not come from rewards."
         ),
     ] = "none"
     moe_aux_loss_coeff: Annotated[
-        float, doc("Coefficient of that loss, which is a mean over the tokens of a step, padding excluded.", ge=0)
+        float, doc("Coefficient of that loss, which is a mean over the tokens of a step without padding.", ge=0)
     ] = 0.001
     moe_router_bias_update_rate: Annotated[
         float,
         doc(
-            "Step size of the expert biases in models that have them (DeepSeek-V3, GLM-4.5). After each step, the "
-            "bias rises for experts with fewer tokens than the mean and falls for those with more. 0 leaves it "
+            "Step size of the experts' biases in models that have them (DeepSeek-V3, GLM-4.5). After each step, the "
+            "bias of an expert rises if it got fewer tokens than the mean, and falls if it got more. 0 leaves it "
             "unchanged.",
             ge=0,
         ),
@@ -275,11 +278,10 @@ class MegatronConfig:
         Literal["allgather", "alltoall", "flex"], doc("How tokens are sent to their experts.")
     ] = "alltoall"
     apply_rope_fusion: Annotated[
-        bool, doc("Use a fused kernel for rotary embeddings; not for YaRN, whose attention factor it omits.")
+        bool,
+        doc("Use a fused kernel for rotary embeddings; false for YaRN, since the kernel omits its attention factor."),
     ] = True
-    bias_activation_fusion: Annotated[bool, doc("Use a fused kernel for bias and activation where there is one.")] = (
-        True
-    )
+    bias_activation_fusion: Annotated[bool, doc("Use a fused kernel for bias and activation if there is one.")] = True
     defer_fp32_logits: Annotated[bool, doc("Cast logits to float32 in chunks; needs `policy.logprob_chunk_size`.")] = (
         False
     )
@@ -292,55 +294,55 @@ class MegatronConfig:
 
     @property
     def section(self) -> str:
-        """See `BackendConfig`, as for all below."""
+        """See `BackendConfig`, which describes this and the properties below."""
         return "megatron_cfg"
 
     @property
     def streaming_section(self) -> str:
-        """That of the optimizer."""
+        """The optimizer's section."""
         return "policy.megatron_cfg.optimizer"
 
     @property
     def activation_key(self) -> str:
-        """That of this backend."""
+        """This section's key."""
         return "policy.megatron_cfg.fine_grained_activation_offloading"
 
     @property
     def streamed_share(self) -> float:
-        """As the keys say."""
+        """The optimizer's."""
         return self.optimizer.streamed_share
 
     @property
     def streams_parameters(self) -> bool:
-        """Never."""
+        """Never: Megatron keeps them in few large buffers."""
         return False
 
     @property
     def streams_in_parts(self) -> bool:
-        """As the keys say."""
+        """With a chunk size."""
         return self.streamed_share > 0 and self.optimizer.offload_optimizer_states_chunk_mib is not None
 
     @property
     def keeps_optimizer_on_host(self) -> bool:
-        """Only all of it counts: a part that stays on the device moves as any other optimizer."""
+        """With a fraction of 1; otherwise the part on the device moves like any other optimizer."""
         return self.optimizer.optimizer_cpu_offload and self.optimizer.optimizer_offload_fraction >= 1.0
 
     @property
     def model_parallel(self) -> ModelParallel:
-        """Of the dense layers."""
+        """Ranks of the dense layers."""
         return ModelParallel(
             self.tensor_model_parallel_size, self.context_parallel_size, self.pipeline_model_parallel_size
         )
 
     @property
     def worker_env_vars(self) -> Mapping[str, str]:
-        """Those of the key, and what activation offloading needs."""
+        """Those of `env_vars`, and one that activation offloading needs."""
         env_vars = dict(self.env_vars or {})
         if self.fine_grained_activation_offloading:
-            # Else Transformer Engine 2.10 and later would move weights too. A rule refuses another value in env_vars.
+            # Otherwise Transformer Engine 2.10 and later offloads weights too. A rule refuses other values.
             env_vars[OFFLOAD_VARIABLE] = "1"
         return env_vars
 
     def without_streaming(self) -> Self:
-        """The same with `optimizer.offload_optimizer_states` false."""
+        """Copy the section with `optimizer.offload_optimizer_states` false."""
         return replace(self, optimizer=replace(self.optimizer, offload_optimizer_states=False))

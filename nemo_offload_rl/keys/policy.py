@@ -30,8 +30,8 @@ class OptimizerConfig:
     decay_norm_and_bias: Annotated[
         bool,
         doc(
-            "Apply `weight_decay` to norms and biases too, as torch does when given all parameters. false excludes "
-            "them, as Megatron does."
+            "Apply `weight_decay` to norms and biases too, as torch does with all parameters in one group. false "
+            "excludes them, as Megatron does."
         ),
     ] = True
 
@@ -46,10 +46,10 @@ class SchedulerPhaseConfig:
 
 @section
 class SchedulerMilestonesConfig:
-    """The last entry of `policy.scheduler` when there are several phases."""
+    """The last entry of `policy.scheduler` if there are several phases."""
 
     milestones: Annotated[
-        tuple[int, ...], doc("Steps of the run at which the second, third, ... phase begins, ascending.")
+        tuple[int, ...], doc("Steps of the run at which the second, third, ... phase begins, in ascending order.")
     ]
 
 
@@ -65,9 +65,11 @@ SchedulerEntry = Annotated[
 
 @section
 class BatchingConfig:
-    """`policy.dynamic_batching` and `policy.sequence_packing`: micro-batches by tokens instead of by samples."""
+    """`policy.dynamic_batching` and `policy.sequence_packing`: micro-batches of up to so many tokens."""
 
-    enabled: Annotated[bool, doc("Use it. Dynamic batching and sequence packing exclude each other.")] = False
+    enabled: Annotated[
+        bool, doc("Form micro-batches in this way. Dynamic batching and sequence packing exclude each other.")
+    ] = False
     train_mb_tokens: Annotated[int, doc("Maximum tokens in a training micro-batch, padding included.", ge=1)] = (
         value_of("${mul:${policy.max_total_sequence_length},${policy.train_micro_batch_size}}")
     )
@@ -79,7 +81,7 @@ class BatchingConfig:
 
 @section
 class TrainedPolicyConfig:
-    """`policy`: the model, how it is trained and where its state lives. All that SFT and DPO have."""
+    """`policy`: the model, how it is trained and where its state is kept. SFT and DPO have these keys only."""
 
     model_name: Annotated[str, doc("Local folder or hub name of a Hugging Face causal language model.", min_length=1)]
     tokenizer: Annotated[TokenizerConfig, doc("The tokenizer.")]
@@ -89,9 +91,9 @@ class TrainedPolicyConfig:
     dropout: Annotated[
         bool,
         doc(
-            "Train with the dropout of the model's configuration (`attention_dropout`, `residual_dropout`, ...). false "
-            "trains without: ratios of policy gradients and rewards of DPO compare passes that draw nothing. SFT's "
-            "exemplar has true, the others false. Adapters have a dropout of their own."
+            "Train with the dropout of the model's configuration (`attention_dropout`, `residual_dropout`, ...). RL "
+            "and DPO compare logprobs of several passes, which dropout would make differ: their exemplars have false, "
+            "that of SFT has true. Adapters have a dropout of their own."
         ),
     ] = False
     train_global_batch_size: Annotated[
@@ -102,65 +104,66 @@ class TrainedPolicyConfig:
         "${policy.train_micro_batch_size}"
     )
     logprob_chunk_size: Annotated[
-        int | None, doc("Positions whose logits are converted to logprobs at once, to save memory; null for all.", ge=1)
+        int | None, doc("Compute logits for this many positions at a time, to save memory; null for all at once.", ge=1)
     ] = None
     max_total_sequence_length: Annotated[int, doc("Maximum length of prompt plus response in tokens.", ge=2)]
     make_sequence_length_divisible_by: Annotated[int, doc("Pad batches to a multiple of this many tokens.", ge=1)] = (
         value_of("${policy.dtensor_cfg.tensor_parallel_size}")
     )
     precision: Annotated[
-        Literal["float32", "bfloat16", "float16"], doc("Compute type; parameters and optimizer are float32.")
+        Literal["float32", "bfloat16", "float16"],
+        doc("Type of the computations. With DTensor, parameters and optimizer states are float32."),
     ] = "bfloat16"
     deterministic: Annotated[
         bool,
         doc(
-            "Use operations whose results are bitwise reproducible. Other operations log a warning with Megatron "
-            "and end the run with DTensor. Slower; for comparing runs. On Hopper GPUs, Megatron's attention of packed "
-            "rows then takes memory by the square of a pack's tokens, and what cannot run is refused."
+            "Use only operations that give the same bits each time. Slower; for comparing runs. Other operations end "
+            "the run with DTensor, and log a warning with Megatron. On Hopper GPUs, memory of Megatron's attention in "
+            "packed rows then grows with the square of a pack's tokens; a run that does not fit is refused."
         ),
     ] = False
     max_grad_norm: Annotated[float | None, doc("Clip gradients to this norm; null for no limit.", gt=0)] = 1.0
     max_skipped_updates: Annotated[
         int,
         doc(
-            "Consecutive updates with a non-finite gradient norm that are tolerated; one more ends the run. All "
-            "workers skip such an update, and parameters, optimizer and schedule stay unchanged.",
+            "How many updates in a row may have a gradient norm that is not finite; one more ends the run. All workers "
+            "skip such an update: parameters, optimizer and schedule stay unchanged.",
             ge=0,
         ),
     ] = 5
     optimizer: Annotated[OptimizerConfig | None, doc("Optimizer of the DTensor backend; null with Megatron.")]
     scheduler: Annotated[
         tuple[SchedulerEntry, ...] | None,
-        doc("Learning-rate phases, followed by their milestones; null keeps the rate constant."),
+        doc("Phases of the learning rate, then their milestones; null keeps it constant."),
     ]
     dynamic_batching: Annotated[BatchingConfig, doc("Group sequences of similar length into micro-batches.")]
     sequence_packing: Annotated[
-        BatchingConfig, doc("Pack the sequences of a micro-batch into one row without padding.")
+        BatchingConfig, doc("Put the sequences of a micro-batch into one row, without padding.")
     ]
     dtensor_cfg: Annotated[DTensorConfig, doc("The DTensor backend.")]
     megatron_cfg: Annotated[MegatronConfig, doc("The Megatron backend.")] | None = None
     residency_overlap: Annotated[
         bool,
-        doc("Overlap copies with compute. false waits for each copy where it starts: for measuring and debugging."),
+        doc("Run copies during other work. false waits for each copy where it starts: for measuring and debugging."),
     ] = True
     residency_verify: Annotated[
         bool,
-        doc("Compare host copies that are considered valid with the device, byte by byte. Slow; for finding bugs."),
+        doc("Compare each host copy that counts as valid with the device, byte by byte. Slow; for finding bugs."),
     ] = False
     host_memory_budget_gib: Annotated[
         float | None,
         doc(
-            "Host memory in GiB that one worker may use for offloaded state and activations. With null, the workers "
-            "of a host derive it together from the machine's memory, their cgroups and their resource limits. Set "
-            "it if the machine's memory grows on use and is therefore reported too low.",
+            "Host memory in GiB that one worker may use for offloaded state and activations. null: the workers of a "
+            "host share what the machine, their cgroups and their resource limits leave. Set it if the machine "
+            "reports less memory than it has, as one whose memory grows on use does.",
             gt=0,
         ),
     ] = None
     gpu_memory_limit_gib: Annotated[
         float | None,
         doc(
-            "GPU memory in GiB for the tensors of one policy worker, excluding CUDA's context and the engine; null "
-            "for all. For a shared GPU, or to test whether a run would fit on a smaller one.",
+            "Limit in GiB on the GPU memory for tensors of one policy worker, without CUDA's context and the engine; "
+            "null for none. For a shared GPU, or to test whether a run would fit on a smaller one.",
             gt=0,
         ),
     ] = None
@@ -171,17 +174,21 @@ class TrainedPolicyConfig:
     use_pinned_optimizer_offload: Annotated[
         bool,
         doc(
-            "Keep offloaded state in one pinned host arena and copy it asynchronously at the full speed of the "
-            "link; needs as much pinned host memory as the state is large. false uses pageable memory. No effect on "
-            "CPU."
+            "Keep offloaded state in one pinned buffer on the host, which is as large as that state, and copy it "
+            "asynchronously at the full speed of the link. On by default, since pageable memory (false) made a step 42 "
+            "% longer (docs/measurements/residency.md). No effect on CPU."
         ),
     ] = True
     offload_optimizer_states_for_logprob: Annotated[
-        bool, doc("Keep the optimizer offloaded during logprobs too: less GPU memory, more copies.")
+        bool,
+        doc(
+            "Keep the optimizer on the host during logprob passes too, for runs whose GPU memory peaks there. Off by "
+            "default, since training then waits for its copies."
+        ),
     ] = False
 
     def length_multiple(self, batching: BatchingConfig) -> int:
-        """Round lengths in a micro-batch by tokens up to a multiple of this, to which padding adds nothing."""
+        """Return the multiple to round lengths up to: one of `sequence_length_round` that needs no more padding."""
         padded = self.make_sequence_length_divisible_by
         return -(-batching.sequence_length_round // padded) * padded
 
@@ -195,7 +202,7 @@ class TrainedPolicyConfig:
 
 @section
 class TeacherDTensorConfig:
-    """`teacher.dtensor_cfg`: how the teacher is spread over the devices, with that backend."""
+    """`teacher.dtensor_cfg`: how the DTensor backend spreads the teacher over the devices."""
 
     tensor_parallel_size: Annotated[
         int, doc("Devices that each layer of the teacher is sharded over; may differ from the student's.", ge=1)
@@ -204,9 +211,9 @@ class TeacherDTensorConfig:
 
 @section
 class TeacherConfig:
-    """`teacher`: the model that the student learns from. What has no key here is as in `policy`.
+    """`teacher`: the model that the student learns from. All other settings are those of `policy`.
 
-    With Megatron it is spread over the devices as the policy is.
+    Megatron spreads it over the devices like the policy.
     """
 
     model_name: Annotated[
@@ -223,13 +230,13 @@ class TeacherConfig:
         "${policy.logprob_batch_size}"
     )
     logprob_chunk_size: Annotated[
-        int | None, doc("Positions whose top-k logits are computed at once; null for all.", ge=1)
+        int | None, doc("Compute top-k logits for this many positions at a time; null for all at once.", ge=1)
     ] = value_of("${policy.logprob_chunk_size}")
     stream_layers: Annotated[
         bool,
         doc(
-            "Keep its layers on the host and stream each one in for its forward. Two layers are on the device at "
-            "once, and all layers are copied for every micro-batch. For a teacher that does not fit; DTensor "
+            "For a teacher that does not fit: keep its layers on the host, and copy each one to the device for its "
+            "forward pass. Two layers are on the device at a time, and every micro-batch copies all of them. DTensor "
             "backend only."
         ),
     ] = False
@@ -238,7 +245,7 @@ class TeacherConfig:
 
 @section
 class RolloutKeys:
-    """Keys of `policy` that a policy worker reads where an engine generates."""
+    """Keys of `policy` in runs with an engine."""
 
     refit_buffer_size_gib: Annotated[
         float, doc("Size in GiB of each of the two buffers that transfer weights to the engine.", gt=0)
@@ -246,14 +253,14 @@ class RolloutKeys:
     residency: Annotated[
         Literal["always", "auto"],
         doc(
-            "`always` moves every state group as in the residency table. `auto` keeps groups on the device during "
-            "generation if they fit next to the engine (`gpu_memory_utilization` of the device); the resolved plan "
-            "is logged once."
+            "`always` moves every state group as in the residency table. `auto` keeps those groups on the device "
+            "during generation that fit next to the engine (`gpu_memory_utilization`). The log shows the resulting "
+            "plan."
         ),
     ] = "always"
     residency_overrides: Annotated[
         dict[Literal["params", "optimizer"], Literal["device", "host"]],
-        doc("Groups with a fixed placement during refit and generation, whatever `residency` is; {} for none."),
+        doc("Groups with a fixed place during refit and generation, whatever `residency` says; {} for none."),
     ] = field(default_factory=dict[Any, Any])
     suspend_nccl_comms: Annotated[
         bool,

@@ -1,4 +1,4 @@
-"""The YAML keys of published data sets that are known by name; the names are NeMo-RL's where it has the set."""
+"""The YAML keys of published data sets that have a name here, which is NeMo-RL's if NeMo-RL has the data set."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from nemo_offload_rl.keys.section import doc, section
 
 @section
 class PublishedKeys(HeldOutKeys, TaskKeys):
-    """Keys of all data sets that are known by name."""
+    """Keys of all data sets that have a name."""
 
     path: Annotated[
         str | None,
         doc(
-            "File or folder with the published columns, or another hub name; if omitted, the published data set, "
-            "from the hub or its local cache."
+            "File or folder with the columns of the published data set, or another name on the hub. null: the "
+            "published data set, from the hub or its local cache."
         ),
     ] = None
 
@@ -32,7 +32,7 @@ class OpenMathInstruct2Config(PublishedKeys):
     ) = None
     output_key: Annotated[
         Literal["expected_answer", "generated_solution"],
-        doc("Field with the answer; if omitted: `expected_answer`. Use the other for SFT on solutions."),
+        doc("Field with the answer; `generated_solution` is for SFT on solutions."),
     ] = "expected_answer"
 
 
@@ -49,7 +49,7 @@ class MathProblemsConfig(PublishedKeys):
         Literal["DAPOMath17K", "DAPOMathAIME2024", "DeepScaler", "AIME2024", "AIME2025", "AIME2026", "MATH-500"],
         doc("Selects this data set."),
     ]
-    repeat: Annotated[int, doc("Number of copies of all rows, one after the other; if omitted: 1.", ge=1)] = 1
+    repeat: Annotated[int, doc("Number of copies of all rows, one after the other.", ge=1)] = 1
 
 
 @section
@@ -59,9 +59,9 @@ class Gsm8kConfig(PublishedKeys):
     dataset_name: Annotated[Literal["gsm8k", "GSM8K"], doc("Selects this data set.")]
     subset: Annotated[Literal["main", "socratic"], doc("Subset to use; if omitted: main.")] | None = None
     split: Annotated[Literal["train", "test"], doc("Split to use; if omitted: train.")] | None = None
-    extract_answer: Annotated[
-        bool, doc("Use only what follows `####` as the answer; false uses the whole solution. If omitted: true.")
-    ] = True
+    extract_answer: Annotated[bool, doc("The answer is only what follows `####`; with false, the whole solution.")] = (
+        True
+    )
 
 
 @section
@@ -71,13 +71,13 @@ class MathConfig(PublishedKeys):
     dataset_name: Annotated[Literal["MATH"], doc("Selects this data set.")]
     split: Annotated[Literal["train", "test"], doc("Split to use; if omitted: train.")] | None = None
     extract_answer: Annotated[
-        bool, doc("Use only the last boxed formula as the answer; false uses the whole solution. If omitted: true.")
+        bool, doc("The answer is only the last boxed formula; with false, the whole solution.")
     ] = True
 
 
 @section
 class SquadConfig(PublishedKeys):
-    """`dataset_name: squad`: rajpurkar/squad; the text is the system message, the first answer the assistant's."""
+    """`dataset_name: squad`: rajpurkar/squad; the passage is the system message, the first answer the assistant's."""
 
     dataset_name: Annotated[Literal["squad"], doc("Selects this data set.")]
     split: Annotated[Literal["train", "validation"], doc("Split to use; if omitted: train.")] | None = None
@@ -88,12 +88,12 @@ class ConversationsConfig(PublishedKeys):
     """Conversations: allenai/tulu-3-sft-mixture; the math part of nvidia/Nemotron-Cascade-2-SFT-Data."""
 
     dataset_name: Annotated[Literal["tulu3_sft_mixture", "Nemotron-Cascade-2-SFT-Math"], doc("Selects this data set.")]
-    max_samples: Annotated[int | None, doc("Number of conversations to draw, by `seed`; null for all.", ge=1)] = None
+    max_samples: Annotated[int | None, doc("Number of conversations to draw with `seed`; null for all.", ge=1)] = None
 
 
 @section
 class PublishedPairsConfig(PublishedKeys):
-    """Pairs of responses; those of which neither is better are left out, and counted in the log.
+    """Pairs of responses. Pairs in which neither is better are dropped, and counted in the log.
 
     nvidia/HelpSteer3 (its preferences), allenai/llama-3.1-tulu-3-8b-preference-mixture,
     HuggingFaceH4/ultrafeedback_binarized.

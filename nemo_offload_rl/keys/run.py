@@ -9,7 +9,7 @@ from nemo_offload_rl.keys.section import doc, section
 
 @section
 class WandbConfig:
-    """`logger.wandb`: Weights & Biases, with the names of `wandb.init`. A resumed run goes on as the same run there."""
+    """`logger.wandb`: Weights & Biases, with the names of `wandb.init`. A resumed run continues its run there."""
 
     project: Annotated[str, doc("Project of the run.")] = "nemo-offload-rl"
     name: Annotated[str, doc("Name of the run.")]
@@ -24,7 +24,7 @@ class WandbConfig:
 
 @section
 class MlflowConfig:
-    """`logger.mlflow`: MLflow. A resumed run goes on as the same run there."""
+    """`logger.mlflow`: MLflow. A resumed run continues its run there."""
 
     experiment_name: Annotated[str, doc("Experiment of the run; created if needed.", min_length=1)] = "nemo-offload-rl"
     run_name: Annotated[str, doc("Name of the run.")]
@@ -32,8 +32,7 @@ class MlflowConfig:
         str,
         doc(
             "Address of the tracking server; or `sqlite:///PATH`, which needs the package `mlflow` (`mlflow-skinny` "
-            "is enough for a server); or `file:PATH`, which MLflow 3 accepts only with "
-            "`MLFLOW_ALLOW_FILE_STORE=true`.",
+            "is enough for a server); or `file:PATH`, which MLflow 3 accepts only with `MLFLOW_ALLOW_FILE_STORE=true`.",
             min_length=1,
         ),
     ] = "http://localhost:5000"
@@ -41,7 +40,7 @@ class MlflowConfig:
 
 @section
 class PrometheusConfig:
-    """`logger.prometheus`: where a Prometheus server finds the metrics of the run, at `/metrics`."""
+    """`logger.prometheus`: the address at which a Prometheus server reads the run's metrics, under `/metrics`."""
 
     host: Annotated[
         str,
@@ -71,7 +70,7 @@ class SinkConfig:
 
 @section
 class LoggerConfig:
-    """`logger`: where a run writes. metrics.jsonl and the resolved configuration are always written."""
+    """`logger`: where a run writes. It always writes metrics.jsonl and the resolved configuration."""
 
     log_dir: Annotated[str, doc("Run folder. A metrics.jsonl in it is renamed, never overwritten.", min_length=1)]
     numbered_runs: Annotated[
@@ -85,7 +84,7 @@ class LoggerConfig:
         int, doc("Samples to print at each validation, and to write to `log_dir`/samples.", ge=0)
     ] = 5
     memory_sample_period_s: Annotated[
-        float, doc("Seconds between lines of `log_dir`/memory.jsonl; a longer period may miss a peak.", gt=0)
+        float, doc("Seconds between lines of `log_dir`/memory.jsonl; a long period may miss a peak.", gt=0)
     ] = 0.2
     tensorboard_enabled: Annotated[bool, doc("Also write TensorBoard events to `log_dir`/tensorboard.")] = False
     wandb_enabled: Annotated[bool, doc("Also write to Weights & Biases; needs the section `logger.wandb`.")] = False
@@ -109,14 +108,15 @@ class ClusterConfig:
     cpu_workers_per_node: Annotated[int, doc("Policy workers on each node where `gpus_per_node` is 0.", ge=1)] = 1
     num_nodes: Annotated[int, doc("Nodes of the Ray cluster to use.", ge=1)] = 1
     master_port_range_low: Annotated[
-        int, doc("First port that the policy workers' rendezvous may use.", ge=1024, le=65535)
+        int, doc("First of the ports for the meeting point (rendezvous) of the policy workers.", ge=1024, le=65535)
     ] = 20000
-    master_port_range_high: Annotated[int, doc("Last port that it may use.", ge=1024, le=65535)] = 29999
+    master_port_range_high: Annotated[int, doc("Last of these ports.", ge=1024, le=65535)] = 29999
     call_warning_s: Annotated[
         float,
         doc(
-            "Seconds after which a call that a worker or an engine has not answered is named in a warning, again after "
-            "each doubling. A call that took longer before is given twice its longest time.",
+            "Seconds without an answer from a worker or an engine after which a warning names the call; further "
+            "warnings follow at twice, four times, ... that time. A call that took longer before has twice its "
+            "longest time.",
             gt=0,
         ),
     ] = 30
@@ -124,25 +124,26 @@ class ClusterConfig:
         float | None,
         doc(
             "Seconds without progress after which a call counts as hung: the Python stacks of all workers are logged, "
-            "an engine is restarted (`max_restarts`), and a hung policy ends the run. Each micro-batch, response and "
-            "tensor read or written is progress. Also limits the wait in a collective. null for no limit.",
+            "an engine is restarted (`max_restarts`), and a hung policy ends the run. Progress is each micro-batch, "
+            "each response, and each tensor that is read or written. Also the time limit of a collective. null for no "
+            "limit.",
             gt=0,
         ),
     ] = 7200
 
     @property
     def device_type(self) -> str:
-        """`"cuda"` or `"cpu"`."""
+        """`cuda` or `cpu`."""
         return "cuda" if self.gpus_per_node > 0 else "cpu"
 
     @property
     def workers_per_node(self) -> int:
-        """Policy workers on each node: one for each GPU, or as many as asked for on CPU."""
+        """Policy workers on each node: one per GPU, or `cpu_workers_per_node`."""
         return self.gpus_per_node if self.gpus_per_node > 0 else self.cpu_workers_per_node
 
     @property
     def world_size(self) -> int:
-        """Policy workers in all."""
+        """Policy workers on all nodes together."""
         return self.workers_per_node * self.num_nodes
 
 
@@ -163,7 +164,7 @@ class CheckpointingConfig:
     keep_top_k: Annotated[
         int | None,
         doc(
-            "Number of best checkpoints to keep, in addition to the newest and the newest with the optimizer; null "
+            "Number of best checkpoints to keep, in addition to the newest one and the newest with the optimizer; null "
             "keeps all.",
             ge=1,
         ),
@@ -171,7 +172,7 @@ class CheckpointingConfig:
     save_period: Annotated[int, doc("Steps between checkpoints.", ge=1)]
     save_optimizer: Annotated[
         bool,
-        doc("Also save the optimizer. Without it, a checkpoint can be used but training cannot be resumed from it."),
+        doc("Also save the optimizer. Without it, a checkpoint can be used, but training cannot resume from it."),
     ] = True
     save_consolidated: Annotated[
         bool, doc("Also write a Hugging Face folder `hf` to each checkpoint, which transformers and vLLM can load.")
@@ -187,17 +188,17 @@ class CheckpointingConfig:
     checkpoint_must_save_by: Annotated[
         str | None,
         doc(
-            "For machines with a time limit: days:hours:minutes:seconds after the first step begins, such as "
-            "00:03:45:00. The run saves and ends before a step that could end later, or its save: as long as the "
-            "longest until now, and `grace_s`. When started again, it continues. null for no limit."
+            "For machines with a time limit: days:hours:minutes:seconds from the start of the first step, such as "
+            "00:03:45:00. The run saves and ends before a step that might not finish in time, going by the longest "
+            "step and save so far and `grace_s`. Started again, it continues. null for no limit."
         ),
     ] = None
     grace_s: Annotated[
         float,
         doc(
-            "Seconds for the step under way when SIGTERM, SIGINT, SIGHUP or SIGUSR1 stops the run. A step that takes "
-            "longer is broken off where it only generates or scores, and the step before it is saved. Also for workers "
-            "that still compute when an error ends the run.",
+            "Seconds that the current step may take to finish after SIGTERM, SIGINT, SIGHUP or SIGUSR1. Then it is "
+            "broken off if it is generating or scoring, and the step before it is saved. Workers that still compute "
+            "when an error ends the run have the same time.",
             ge=0,
         ),
     ] = 30

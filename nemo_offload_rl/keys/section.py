@@ -1,13 +1,13 @@
-"""Building blocks of the YAML border: a key is declared once, as the field of a section.
+"""Declares keys of the YAML: each one once, as a field of a section.
 
 A section is a class with the decorator `section`, and its fields are written
-`name: Annotated[type, doc("purpose, values, unit", ge=1)]`. That one line is what pydantic checks a value of the YAML
-by, what `nemo_offload_rl.config.reference` writes docs/reference/configuration.md from, and the attribute that the
-package reads. What is a list there is declared, and read, as `tuple[type, ...]`.
+`name: Annotated[type, doc("purpose, values, unit", ge=1)]`. Pydantic checks values by that line,
+`nemo_offload_rl.config.reference` writes docs/reference/configuration.md from it, and the package reads the attribute.
+A list of the YAML is declared, and read, as `tuple[type, ...]`.
 
-A file may leave out a key whose field has a default: `fill_defaults` sets it. `value_of("${...}")` is the value of
-another key. A field `Annotated[type, doc(...)] | None = None` is None where it is left out, which the YAML cannot say:
-its absence has a meaning of its own.
+A file may leave out a key whose field has a default: `fill_defaults` sets it. The default `value_of("${...}")` is the
+value of another key. A field `Annotated[type, doc(...)] | None = None` is None if and only if the key is left out: the
+YAML cannot set it to null.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pydantic_core import CoreSchema, core_schema
 
 
 class ValueOf(str):
-    """Text with `${...}`: a default that is made of the values of other keys."""
+    """Text with `${...}`: a default that is computed from other keys."""
 
 
 def doc(text: str, **limits: Any) -> Any:
@@ -32,12 +32,12 @@ def doc(text: str, **limits: Any) -> Any:
 
 
 def value_of(text: str) -> Any:
-    """The default of a key that takes the value of another one, as a file would write it."""
+    """Make a default from the value of other keys, written as in a file."""
     return ValueOf(text)
 
 
 def unwrap(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    """The bare type, and the metadata of all `Annotated` around it."""
+    """Return the bare type, and the metadata of all `Annotated` around it."""
     metadata: tuple[Any, ...] = ()
     while get_origin(hint) is Annotated:
         hint, *more = get_args(hint)
@@ -46,9 +46,9 @@ def unwrap(hint: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def default_of(kind: type, name: str) -> tuple[Any, ...]:
-    """The default of a key, as a file would write it, in a tuple of its own; () without one.
+    """Return the default of a key as a file would write it, as the only entry of a tuple; () if there is none.
 
-    A required key has none, nor has a key whose absence has a meaning of its own.
+    Required keys have no default, and neither do keys whose absence has a meaning of its own.
     """
     (entry,) = (entry for entry in dataclasses.fields(cast(Any, kind)) if entry.name == name)
     default = entry.default
@@ -62,7 +62,7 @@ def default_of(kind: type, name: str) -> tuple[Any, ...]:
 
 
 def sections_of(hint: Any) -> list[Any]:
-    """The sections that a value of a type may be, of a union all."""
+    """List the sections that a value of this type may be; of a union, all of them."""
     kind, _ = unwrap(hint)
     if is_section(kind):
         return [kind]
@@ -72,11 +72,11 @@ def sections_of(hint: Any) -> list[Any]:
 
 
 def fill_defaults(kind: type, values: dict[str, Any]) -> None:
-    """Set the keys of a section, and of those below it, that have a default and are left out.
+    """Set keys that are left out and have a default, in a section and in all sections below it.
 
     Args:
         kind: The section.
-        values: Its keys as a file has them, interpolations unresolved; changed in place.
+        values: Its keys as in a file, with unresolved interpolations; changed in place.
     """
     for name, (hint, is_required) in keys_of(kind).items():
         if name not in values:
@@ -85,7 +85,7 @@ def fill_defaults(kind: type, values: dict[str, Any]) -> None:
             elif is_required and is_section(unwrap(hint)[0]):
                 keys: dict[str, Any] = {}
                 fill_defaults(unwrap(hint)[0], keys)
-                values |= {name: keys} if keys else {}  # a message on the section says more than those on its keys
+                values |= {name: keys} if keys else {}  # one message on the section says more than one on each key
         _fill_below(hint, values.get(name))
 
 
@@ -100,23 +100,23 @@ def _fill_below(hint: Any, value: Any) -> None:
             _fill_below(arguments[1], entry)
     elif isinstance(value, dict):
         keys, sections = cast("dict[str, Any]", value), sections_of(kind)
-        if len(sections) > 1:  # data sets, which their names tell apart
+        if len(sections) > 1:  # data sets: `dataset_name` says which one
             sections = [section for section in sections if keys.get("dataset_name") in names_of_data_sets(section)]
         if len(sections) == 1:
             fill_defaults(sections[0], keys)
 
 
 def names_of_data_sets(kind: type) -> tuple[str, ...]:
-    """The values of `dataset_name` for which a data set has the keys of this section; () for other sections."""
+    """Return the values of `dataset_name` that select this section; () if it is no section of a data set."""
     keys = keys_of(kind)
     return get_args(unwrap(keys["dataset_name"][0])[0]) if "dataset_name" in keys else ()
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(dataclasses.field,))
 def section[C](cls: type[C]) -> type[C]:
-    """Class decorator: a frozen dataclass with keyword arguments, which pydantic makes of a mapping.
+    """Make a class a section: a frozen dataclass with keyword arguments, which pydantic builds from a mapping.
 
-    A mapping with a key that is no field, or without a field that has no default, is an error.
+    Unknown keys and missing keys without a default are errors.
     """
     made = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
     cast(Any, made).__get_pydantic_core_schema__ = classmethod(_core_schema)
@@ -129,7 +129,7 @@ def is_section(kind: Any) -> bool:
 
 
 def keys_of(kind: type) -> dict[str, tuple[Any, bool]]:
-    """Of each key of a section its type as it may be written, with `Annotated`, and whether it must be."""
+    """Return for each key of a section the type that a file may write, with `Annotated`, and whether it is required."""
     hints = get_type_hints(kind, include_extras=True)
     fields = {field.name: field for field in dataclasses.fields(cast(Any, kind))}
     has_value = {name: field.default is not dataclasses.MISSING for name, field in fields.items()}
@@ -142,22 +142,22 @@ def keys_of(kind: type) -> dict[str, tuple[Any, bool]]:
 
 
 def from_mapping[T](kind: type[T], values: Mapping[str, Any]) -> T:
-    """A section of nested dictionaries and lists.
+    """Make a section from nested dictionaries and lists.
 
     Raises:
-        pydantic.ValidationError: A key is unknown, missing, or has another value than it may have.
+        pydantic.ValidationError: A key is unknown or missing, or its value is not allowed.
     """
     return _adapter(kind).validate_python(as_used(values), strict=True)
 
 
 class FromEnvironment(str):
-    """Text of a configuration that comes from the environment, which may be a secret.
+    """Text of a configuration that comes from the environment, and may be a secret.
 
-    It is the text, and `repr` shows the text as it is written in the configuration. A configuration consists of these
-    until sections are made of it (`as_used`), and what is recorded of it is made by `as_written`.
+    The object is the text itself; its `repr` shows what the file says. `as_used` turns it into plain text for the
+    sections, `as_written` into what the file says for the records of a run.
 
     Attributes:
-        written: The text with the interpolation in it, such as `${oc.env:NAME}`.
+        written: What the file says, with the interpolation, such as `${oc.env:NAME}`.
     """
 
     written: str
@@ -178,12 +178,12 @@ class FromEnvironment(str):
 
 
 def as_used(node: Any) -> Any:
-    """Nested dictionaries and lists with text from the environment as plain text."""
+    """Replace text from the environment by plain text, in nested dictionaries and lists."""
     return _with_texts(node, str)
 
 
 def as_written(node: Any) -> Any:
-    """Nested dictionaries and lists with text from the environment as it is written, for records of a run."""
+    """Replace text from the environment by what the file says, in nested dictionaries and lists, for records."""
     return _with_texts(node, lambda text: text.written)
 
 
@@ -197,7 +197,7 @@ def _with_texts(node: Any, replace: Callable[[FromEnvironment], str]) -> Any:
 
 
 def extend[T](target: type[T], base: Any, **more: Any) -> T:
-    """A dataclass with the fields of another one that it has too, and `more`, which go first."""
+    """Make a dataclass from the fields that it shares with `base`; `more` has the others, and may replace some."""
     names = {field.name for field in dataclasses.fields(cast(Any, target))}
     taken = {field.name: getattr(base, field.name) for field in dataclasses.fields(base) if field.name in names}
     return target(**{**taken, **more})
@@ -209,7 +209,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def _if_written(hint: Any) -> Any:
-    """Remove the None outside `Annotated`, which stands for a key that is left out."""
+    """Remove the None next to `Annotated`, which means that the key is left out."""
     if get_origin(hint) in (Union, UnionType):
         return Union[tuple(kind for kind in get_args(hint) if kind is not NoneType)]  # noqa: UP007
     return hint
@@ -225,7 +225,7 @@ def _core_schema(cls: Any, source: Any, handler: GetCoreSchemaHandler) -> CoreSc
 
 
 def _with_lists(hint: Any) -> Any:
-    """Tuples become lists, which are made tuples once they are checked."""
+    """Replace tuples by lists, which become tuples after their check."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return Annotated[_with_lists(arguments[0]), *arguments[1:]]

@@ -1,4 +1,4 @@
-"""Settings of a policy worker: the keys of `policy`, and values from other sections in its own terms."""
+"""Settings of a policy worker: the keys of `policy`, and values that it needs from other sections."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nemo_offload_rl.keys.policy import (
 )
 from nemo_offload_rl.keys.section import extend
 
-# Settings of a policy worker where nothing generates.
+# Settings of a policy worker in runs without an engine.
 _NO_ROLLOUTS: Mapping[str, Any] = {
     "logprob_temperature": 1.0,
     "logprob_filter": None,
@@ -34,11 +34,11 @@ _NO_ROLLOUTS: Mapping[str, Any] = {
 class SchedulerSettings(SchedulerPhaseConfig):
     """One phase of the learning-rate schedule, with the step of the run that ends it."""
 
-    until_step: int | None  # None for the last one
+    until_step: int | None  # None for the last phase
 
 
 def scheduler_phases(entries: Sequence[SchedulerEntry] | None) -> tuple[SchedulerSettings, ...]:
-    """The phases of `policy.scheduler`, each with its end; None where no milestone ends it."""
+    """List the phases of `policy.scheduler`, each with the step that ends it."""
     phases = [entry for entry in entries or () if isinstance(entry, SchedulerPhaseConfig)]
     lists = [entry.milestones for entry in entries or () if isinstance(entry, SchedulerMilestonesConfig)]
     ends = [*(step for milestones in lists for step in milestones), *[None] * len(phases)]
@@ -50,38 +50,45 @@ def scheduler_phases(entries: Sequence[SchedulerEntry] | None) -> tuple[Schedule
 
 @dataclass(frozen=True)
 class TokenFilter:
-    """Which tokens are drawn: the `top_k` most likely (None for all), and of these the `top_p` of their probability."""
+    """Tokens that sampling keeps: the `top_k` most likely (None for all), then a share `top_p` of the probability."""
 
     top_k: int | None
     top_p: float
 
     @staticmethod
     def of(top_k: int | None, top_p: float) -> TokenFilter | None:
-        """None where it leaves every token."""
+        """Make the filter; None if it keeps every token."""
         return None if top_k is None and top_p == 1.0 else TokenFilter(top_k, top_p)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicySettings(RolloutKeys, TrainedPolicyConfig):
-    """Everything a policy worker needs to know. Batch sizes count rows, of which a pair has two."""
+    """Everything that a policy worker needs to know. Batch sizes count rows; a pair of DPO is two rows.
 
-    logprob_temperature: float  # what logits are divided by: the rollouts' sampling temperature, 1.0 without rollouts
-    logprob_filter: (
-        TokenFilter | None
-    )  # which tokens logprobs are over: those that rollouts are drawn from; None for all
-    engine_memory_share: float  # of the device that the colocated engine may take; 0 where it takes none of it
-    engine_kv_cache_gib: float | None  # of a fixed size, which that share does not bound
-    colocated: bool  # an engine that sleeps meanwhile shares this worker's devices
+    Attributes:
+        logprob_temperature: Divisor of the logits: the sampling temperature of rollouts, 1.0 without rollouts.
+        logprob_filter: Logprobs are normalized over the tokens that it keeps, as in sampling; None for all tokens.
+        engine_memory_share: Share of the device that the awake engine takes; 0 without a colocated engine.
+        engine_kv_cache_gib: Fixed size of the engine's KV cache, which that share does not limit; None if not fixed.
+        colocated: An engine shares this worker's device, and sleeps while the worker uses it.
+        seed: Seed of the run.
+    """
+
+    logprob_temperature: float
+    logprob_filter: TokenFilter | None
+    engine_memory_share: float
+    engine_kv_cache_gib: float | None
+    colocated: bool
     seed: int
 
     @property
     def scheduler_phases(self) -> tuple[SchedulerSettings, ...]:
-        """Of the DTensor backend."""
+        """Phases of the DTensor backend's learning-rate schedule."""
         return scheduler_phases(self.scheduler)
 
     @property
     def most_train_tokens(self) -> int:
-        """Tokens of a training micro-batch at most, padding included."""
+        """Maximum tokens in a training micro-batch, padding included."""
         multiple = self.make_sequence_length_divisible_by
         longest = -(-self.max_total_sequence_length // multiple) * multiple
         for batching in (self.sequence_packing, self.dynamic_batching):
@@ -95,9 +102,9 @@ class TeacherSettings:
     """Settings of a worker's teacher.
 
     Attributes:
-        model: The teacher in a policy's terms; what is about training is not read.
-        topk: Tokens of its distribution that are known, the likeliest; None for all.
-        streams_layers: Its layers are on the device for their own forward only.
+        model: The teacher, described like a policy; settings of training are not read.
+        topk: Number of its most likely tokens that the student is compared on; None for the whole distribution.
+        streams_layers: Each layer is on the device only for its own forward pass.
     """
 
     model: PolicySettings
@@ -106,7 +113,7 @@ class TeacherSettings:
 
 
 def grpo_worker(policy: PolicyConfig, seed: int) -> PolicySettings:
-    """The settings of a policy worker where an engine generates."""
+    """Make the settings of a policy worker in a run with an engine."""
     generation = policy.generation
     vllm = generation.vllm_cfg
     return extend(
@@ -122,7 +129,7 @@ def grpo_worker(policy: PolicyConfig, seed: int) -> PolicySettings:
 
 
 def supervised_worker(policy: TrainedPolicyConfig, seed: int, rows_per_item: int = 1) -> PolicySettings:
-    """The settings of a policy worker of SFT or DPO; batch sizes in the YAML count items, those of a worker rows."""
+    """Make the settings of a policy worker of SFT or DPO; the YAML's batch sizes count items, a worker's count rows."""
     sizes = ("train_global_batch_size", "train_micro_batch_size", "logprob_batch_size")
     in_rows = {name: rows_per_item * getattr(policy, name) for name in sizes}
     return extend(PolicySettings, policy, **_NO_ROLLOUTS, **in_rows, seed=seed)

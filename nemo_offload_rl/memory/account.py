@@ -20,11 +20,11 @@ from nemo_offload_rl.backends.hf.model_folder import local_folder
 from nemo_offload_rl.backends.megatron import optimizer_spec
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.master import (
-    WITH_ROLLOUTS,
     DistillationMasterConfig,
     DpoMasterConfig,
     GrpoMasterConfig,
     PolicyRun,
+    RolloutMasterConfig,
     RunConfig,
 )
 from nemo_offload_rl.keys.megatron import MegatronConfig
@@ -221,7 +221,7 @@ class Account:
     def engine_weight_bytes(self) -> int:
         """Bytes of an engine's weights on each device of the policy; 0 without an engine there."""
         cfg = self.cfg
-        if not isinstance(cfg, WITH_ROLLOUTS) or not cfg.policy.generation.colocated.enabled:
+        if not isinstance(cfg, RolloutMasterConfig) or not cfg.policy.generation.colocated.enabled:
             return 0
         vllm = cfg.policy.generation.vllm_cfg
         return (self.num_parameters or 0) * COMPUTE_DTYPES[vllm.precision].itemsize // vllm.tensor_parallel_size
@@ -229,7 +229,7 @@ class Account:
     def _engine_bytes(self, gpu_bytes: int) -> Mapping[Phase, int]:
         """Bytes of an engine that shares the policy's GPUs, by phase; empty without one."""
         cfg, weights_bytes = self.cfg, self.engine_weight_bytes
-        if not isinstance(cfg, WITH_ROLLOUTS) or not weights_bytes:
+        if not isinstance(cfg, RolloutMasterConfig) or not weights_bytes:
             return {}
         vllm = cfg.policy.generation.vllm_cfg
         awake_bytes = int(vllm.gpu_memory_utilization * gpu_bytes)
@@ -244,7 +244,7 @@ class Account:
         cfg = self.cfg
         of_policy = MEGATRON_REST_BYTES if isinstance(cfg.policy.backend, MegatronConfig) else DTENSOR_REST_BYTES
         num_bytes = DRIVER_REST_BYTES + of_policy["several" if cfg.cluster.world_size > 1 else "one"]
-        if not isinstance(cfg, WITH_ROLLOUTS) or phase is Phase.GENERATION:
+        if not isinstance(cfg, RolloutMasterConfig) or phase is Phase.GENERATION:
             return num_bytes
         generation = cfg.policy.generation
         if not generation.colocated.enabled or not generation.vllm_cfg.enable_sleep_mode:

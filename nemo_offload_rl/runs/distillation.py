@@ -10,7 +10,7 @@ from nemo_offload_rl.backends.hf.model_folder import read_model_config
 from nemo_offload_rl.data.given import Rows
 from nemo_offload_rl.data.tokenizer import load_tokenizer
 from nemo_offload_rl.errors import ConfigError, first_line
-from nemo_offload_rl.keys.run_configs import DistillationConfig
+from nemo_offload_rl.keys.master import DistillationConfig
 from nemo_offload_rl.runs.result import RunResult, result_of
 from nemo_offload_rl.runs.rollouts import GivenObjects, open_run
 

@@ -29,7 +29,7 @@ from nemo_offload_rl.experience.pass_at_k import cons_at_k, pass_at_k, powers_of
 from nemo_offload_rl.experience.rollouts import Decode, Rollouts, Turns
 from nemo_offload_rl.experience.types import Rollout, RolloutBatch, unscored_rates
 from nemo_offload_rl.keys.generation import SamplingSettings
-from nemo_offload_rl.keys.run_configs import EvalConfig
+from nemo_offload_rl.keys.master import EvalConfig
 from nemo_offload_rl.protocols.engine import Completion
 from nemo_offload_rl.runs.environments import load_code, open_environments
 from nemo_offload_rl.runs.result import data_line

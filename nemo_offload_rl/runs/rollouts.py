@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from nemo_offload_rl.algorithms.checkpoints import Checkpoint, CheckpointKeeper, resume_point
 from nemo_offload_rl.algorithms.grpo import GrpoTrainer
 from nemo_offload_rl.algorithms.identity import run_identity
-from nemo_offload_rl.algorithms.metric_names import data_set_problem
 from nemo_offload_rl.algorithms.rollout_parts import EndpointParts, RolloutParts
 from nemo_offload_rl.algorithms.user_code import GrpoCode
 from nemo_offload_rl.backends.factory import check_model
@@ -23,12 +22,12 @@ from nemo_offload_rl.data.datasets import load_prompts
 from nemo_offload_rl.data.encoding import TurnEncoder
 from nemo_offload_rl.data.given import Rows, with_given_rows
 from nemo_offload_rl.data.loader import ShuffledLoader
-from nemo_offload_rl.data.records import Prompt, Splits, digest_of_lengths
+from nemo_offload_rl.data.records import digest_of_lengths
 from nemo_offload_rl.data.tokenizer import check_token_ids, load_tokenizer
-from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.experience.rollouts import Decode, Turns
-from nemo_offload_rl.keys.run_configs import GrpoConfig, RolloutConfig
+from nemo_offload_rl.keys.master import GrpoConfig, RolloutConfig
 from nemo_offload_rl.keys.worker import TeacherSettings
+from nemo_offload_rl.runs.checks import check_data_sets
 from nemo_offload_rl.runs.environments import load_code, open_environments
 from nemo_offload_rl.runs.result import RunResult, data_line, result_of, show_beginning
 from nemo_offload_rl.runs.workers import GrpoWorkers, grpo_workers
@@ -122,8 +121,8 @@ def open_run(
     prompts = load_prompts(data, tokenizer, config.policy.tokenizer.chat_template_kwargs)
     rows = (prompt.token_ids for prompt in (*prompts.train, *prompts.validation))
     check_token_ids(tokenizer, rows, model_vocab_size(config.policy.model_name, config.policy.hf_config_overrides))
-    _check_validation(config, prompts)
-    _check_metric(config, prompts)
+    by_prefix = {"train": prompts.train, "val": prompts.validation}
+    check_data_sets(config, {prefix: {prompt.data_set for prompt in rows} for prefix, rows in by_prefix.items()})
     loader = ShuffledLoader(
         prompts.train,
         batch_size=section.prompts_per_generation_batch,
@@ -219,21 +218,3 @@ def _turns(config: RolloutConfig, tokenizer: PreTrainedTokenizerBase) -> Turns:
                 max_tokens,
             )
     return Turns(max_turns=max_turns, max_tokens=max_tokens, encode=encode)
-
-
-def _check_validation(config: RolloutConfig, prompts: Splits[Prompt]) -> None:
-    name, section = config.algorithm
-    validates = section.val_at_start or section.val_at_end or section.val_period > 0
-    if validates and not prompts.validation:
-        raise ConfigError(
-            f"validation is asked for ({name}.val_period, val_at_start or val_at_end), but the data keep no validation "
-            "rows; set data.validation or a split_validation_size, or switch validation off"
-        )
-
-
-def _check_metric(config: RolloutConfig, prompts: Splits[Prompt]) -> None:
-    by_prefix = {"train": prompts.train, "val": prompts.validation}
-    names = {prefix: {prompt.data_set for prompt in rows} for prefix, rows in by_prefix.items()}
-    checkpointing = config.checkpointing
-    if checkpointing.enabled and (problem := data_set_problem(checkpointing.metric_name, names)) is not None:
-        raise ConfigError(problem)

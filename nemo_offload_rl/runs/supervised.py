@@ -18,7 +18,6 @@ from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper, resume_poin
 from nemo_offload_rl.algorithms.dpo import DpoRecipe
 from nemo_offload_rl.algorithms.identity import Identity, run_identity
 from nemo_offload_rl.algorithms.losses import DpoLoss, NLLLoss
-from nemo_offload_rl.algorithms.metric_names import data_set_problem
 from nemo_offload_rl.algorithms.reference_logprobs import FILE_NAME, ReferenceFile, fingerprint
 from nemo_offload_rl.algorithms.sft import SftRecipe
 from nemo_offload_rl.algorithms.supervised import Recipe, SupervisedParts, SupervisedTrainer
@@ -31,10 +30,10 @@ from nemo_offload_rl.data.given import Rows, with_given_rows
 from nemo_offload_rl.data.loader import ShuffledLoader
 from nemo_offload_rl.data.records import Part, digest_of_lengths
 from nemo_offload_rl.data.tokenizer import check_token_ids, load_tokenizer, padding_id, whole_text
-from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.keys.run_configs import DpoConfig, SftConfig, SupervisedConfig
+from nemo_offload_rl.keys.master import DpoConfig, SftConfig, SupervisedConfig
 from nemo_offload_rl.keys.supervised import SupervisedSectionConfig
 from nemo_offload_rl.policy.policy import Policy
+from nemo_offload_rl.runs.checks import check_data_sets
 from nemo_offload_rl.runs.result import RunResult, data_line, result_of, show_beginning
 from nemo_offload_rl.utils.garbage import frozen_objects
 from nemo_offload_rl.utils.logger import RunLogger
@@ -182,15 +181,8 @@ def _train(
     callbacks: Sequence[Any],
 ) -> RunResult:
     name, config, settings, recipe = run.name, run.config, run.settings, run.recipe
-    if settings.validates and not recipe.num_validation_items:
-        raise ConfigError(
-            f"validation is asked for ({name}.val_period, val_at_start or val_at_end), but the data keep no validation "
-            "rows; set data.validation or a split_validation_size, or switch validation off"
-        )
     validation_sets = {recipe.validation_set(item) for item in range(recipe.num_validation_items)}
-    checkpointing, data_sets = config.checkpointing, {"train": recipe.overlong_rows, "val": validation_sets}
-    if checkpointing.enabled and (problem := data_set_problem(checkpointing.metric_name, data_sets)) is not None:
-        raise ConfigError(problem)
+    check_data_sets(config, {"train": recipe.overlong_rows, "val": validation_sets})
     loader = ShuffledLoader(
         range(recipe.num_train_items),
         batch_size=config.policy.train_global_batch_size,

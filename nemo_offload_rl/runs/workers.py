@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 from nemo_offload_rl.errors import DeviceMemoryError, UserError, WorkerDiedError
 from nemo_offload_rl.keys.generation import GenerationConfig
+from nemo_offload_rl.keys.master import RolloutConfig
 from nemo_offload_rl.keys.run import ClusterConfig
-from nemo_offload_rl.keys.run_configs import RolloutConfig
 from nemo_offload_rl.keys.worker import TeacherSettings
 from nemo_offload_rl.policy.policy import Policy
 from nemo_offload_rl.protocols.refit import RefitGroupAddress

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from nemo_offload_rl.keys.run_configs import GrpoConfig
+from nemo_offload_rl.keys.master import GrpoConfig
 
 type Rollout = Mapping[str, Any]
 type Metrics = dict[str, float]

@@ -24,7 +24,7 @@ from nemo_offload_rl.environments.interfaces import Response, Score, Unscored
 from nemo_offload_rl.errors import UserError
 from nemo_offload_rl.experience.rollouts import Turns
 from nemo_offload_rl.keys.generation import SamplingSettings
-from nemo_offload_rl.keys.run_configs import GrpoConfig
+from nemo_offload_rl.keys.master import GrpoConfig
 from nemo_offload_rl.protocols.engine import Completion
 from nemo_offload_rl.protocols.refit import WeightBucket
 from nemo_offload_rl.runs.loading import load_grpo_config

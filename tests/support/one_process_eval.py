@@ -16,7 +16,7 @@ import torch._dynamo
 from one_process_grpo import LocalEngine
 
 from nemo_offload_rl.generation.vllm.engine_args import vllm_env
-from nemo_offload_rl.keys.run_configs import EvalConfig
+from nemo_offload_rl.keys.master import EvalConfig
 from nemo_offload_rl.runs import evaluation
 from nemo_offload_rl.utils.cli import ending_process
 from nemo_offload_rl.utils.progress import Starting

@@ -22,7 +22,7 @@ from nemo_offload_rl.distributed.generation_engine import RayGenerationEngine
 from nemo_offload_rl.distributed.local import LocalWorkerGroup, start_local_policy
 from nemo_offload_rl.generation.vllm.engine_args import vllm_env
 from nemo_offload_rl.keys.engine import VllmSettings
-from nemo_offload_rl.keys.run_configs import RolloutConfig
+from nemo_offload_rl.keys.master import RolloutConfig
 from nemo_offload_rl.keys.worker import TeacherSettings
 from nemo_offload_rl.runs import rollouts as grpo_setup
 from nemo_offload_rl.runs.workers import GrpoWorkers

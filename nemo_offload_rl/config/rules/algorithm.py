@@ -31,12 +31,12 @@ def dynamic_sampling_needs_groups(cfg: GrpoMasterConfig) -> str | None:
 
 
 def only_dynamic_sampling_draws_larger_batches(cfg: GrpoMasterConfig) -> str | None:
-    """Without dynamic sampling a step takes one generation batch whole."""
+    """Without dynamic sampling `batch_multiplier` is 1."""
     grpo = cfg.grpo
     if grpo.batch_multiplier != 1 and not grpo.use_dynamic_sampling:
         return (
             f"grpo.batch_multiplier is {grpo.batch_multiplier:g}, but without use_dynamic_sampling no group is dropped "
-            "and a step has use for num_prompts_per_step prompts only; set it to 1 or turn dynamic sampling on"
+            "and a step needs only num_prompts_per_step prompts; set it to 1 or turn dynamic sampling on"
         )
     return None
 
@@ -104,15 +104,15 @@ def bounds_of_importance_weights_are_complete(cfg: GrpoMasterConfig) -> str | No
 
 
 def one_surrogate(cfg: GrpoMasterConfig) -> str | None:
-    """CISPO, no ratio and a forced ratio exclude each other; the dual clip and one ratio a response need the clip."""
+    """CISPO, no ratio and a forced ratio exclude each other; CISPO also excludes the dual clip and sequence ratios."""
     loss = cfg.loss_fn
     chosen = [name for name in ("use_cispo", "disable_ppo_ratio", "force_on_policy_ratio") if getattr(loss, name)]
     if len(chosen) > 1:
-        return f"loss_fn.{' and '.join(chosen)} are true, but each is a loss of its own; set all but one to false"
+        return f"loss_fn.{' and '.join(chosen)} are true, but each selects another loss; set all but one to false"
     if loss.ratio_clip_c is not None and (loss.use_cispo or loss.disable_ppo_ratio):
         return (
-            f"loss_fn.ratio_clip_c is {loss.ratio_clip_c:g}, but {chosen[0]} has no loss that the dual clip could "
-            "bound; set it to null"
+            f"loss_fn.ratio_clip_c is {loss.ratio_clip_c:g}, but with {chosen[0]} the loss has no clip that it could "
+            "extend; set it to null"
         )
     if loss.use_cispo and loss.sequence_level_importance_ratios:
         return (
@@ -123,7 +123,7 @@ def one_surrogate(cfg: GrpoMasterConfig) -> str | None:
 
 
 def constant_divisor_goes_with_the_sequence_loss(cfg: GrpoMasterConfig) -> str | None:
-    """The constant divisor goes with a mean over responses."""
+    """`constant_length_divisor` needs a mean over responses."""
     loss = cfg.loss_fn
     if loss.constant_length_divisor is not None and loss.token_level_loss:
         return (
@@ -134,18 +134,18 @@ def constant_divisor_goes_with_the_sequence_loss(cfg: GrpoMasterConfig) -> str |
 
 
 def kl_in_reward_needs_rewards_of_tokens(cfg: GrpoMasterConfig) -> str | None:
-    """The KL goes into rewards where they are those of tokens."""
+    """`use_kl_in_reward` needs rewards of tokens, as reinforce_plus_plus has them."""
     name = cfg.grpo.adv_estimator.name
     if cfg.loss_fn.use_kl_in_reward and name != "reinforce_plus_plus":
         return (
             f"loss_fn.use_kl_in_reward lowers the reward of single tokens, but grpo.adv_estimator.name is {name}, "
-            "which has one for each response; set it to reinforce_plus_plus, or use_kl_in_reward to false"
+            "which has one reward for each response; set it to reinforce_plus_plus, or use_kl_in_reward to false"
         )
     return None
 
 
 def gdpo_compares_parts_of_rewards(cfg: GrpoMasterConfig) -> str | None:
-    """GDPO compares parts of rewards as environments give them, so neither scaling nor shaping goes with it."""
+    """GDPO needs rewards with parts, and excludes scaling and shaping; only GDPO has weights of parts."""
     grpo = cfg.grpo
     if grpo.adv_estimator.name != "gdpo":
         if grpo.adv_estimator.reward_weights is not None:
@@ -173,15 +173,15 @@ def kl_in_reward_needs_whole_distributions(cfg: GrpoMasterConfig) -> str | None:
     loss, generation = cfg.loss_fn, cfg.policy.generation
     if loss.use_kl_in_reward and loss.reference_policy_kl_penalty and (generation.top_k or generation.top_p < 1):
         return (
-            "loss_fn.use_kl_in_reward compares the policy's logprobs before the step, which are those after "
-            f"top_p {generation.top_p:g} and top_k {generation.top_k}, with the reference's over the whole vocabulary; "
-            "set use_kl_in_reward to false, or top_p to 1.0 and top_k to null"
+            "loss_fn.use_kl_in_reward compares the policy's logprobs, which are over the tokens that "
+            f"top_p {generation.top_p:g} and top_k {generation.top_k} keep, with the reference's, which are over the "
+            "whole vocabulary; set use_kl_in_reward to false, or top_p to 1.0 and top_k to null"
         )
     return None
 
 
 def advantage_bounds_are_ascending(cfg: GrpoMasterConfig) -> str | None:
-    """The bounds of advantages are ascending."""
+    """`advantage_clip_low` is below `advantage_clip_high`."""
     low, high = cfg.grpo.advantage_clip_low, cfg.grpo.advantage_clip_high
     if low is not None and high is not None and low >= high:
         return f"grpo.advantage_clip_low {low:g} is not below advantage_clip_high {high:g}; swap or change them"
@@ -189,7 +189,7 @@ def advantage_bounds_are_ascending(cfg: GrpoMasterConfig) -> str | None:
 
 
 def sequence_ratios_need_the_sequence_loss(cfg: GrpoMasterConfig) -> str | None:
-    """Sequence-level ratios go with the sequence-level loss."""
+    """Ratios of whole responses need a mean over responses."""
     loss = cfg.loss_fn
     if loss.sequence_level_importance_ratios and loss.token_level_loss:
         return (
@@ -200,7 +200,7 @@ def sequence_ratios_need_the_sequence_loss(cfg: GrpoMasterConfig) -> str | None:
 
 
 def overlong_buffer_is_within_the_response(cfg: GrpoMasterConfig) -> str | None:
-    """The overlong buffer is shorter than the response limit."""
+    """`overlong_buffer_length` is below `max_response_length`."""
     shaping = cfg.grpo.reward_shaping
     reads_length = shaping.enabled and shaping.stop_properly_penalty_coef is None
     if reads_length and shaping.overlong_buffer_length >= shaping.max_response_length:
@@ -212,7 +212,7 @@ def overlong_buffer_is_within_the_response(cfg: GrpoMasterConfig) -> str | None:
 
 
 def reward_ranges_are_ascending(cfg: GrpoMasterConfig) -> str | None:
-    """The ranges of reward scaling are ascending."""
+    """The minima of reward scaling are below the maxima."""
     scaling = cfg.grpo.reward_scaling
     for side in ("source", "target"):
         low = scaling.source_min if side == "source" else scaling.target_min
@@ -223,7 +223,7 @@ def reward_ranges_are_ascending(cfg: GrpoMasterConfig) -> str | None:
 
 
 def rollouts_can_be_collected_beside_training(cfg: GrpoMasterConfig) -> str | None:
-    """Rollouts during training need engines of their own that take requests at any time, and every prompt they draw."""
+    """Rollouts during training need engines with their own devices, `async_engine` and importance weights."""
     if not cfg.grpo.is_async:
         return None
     generation, told = cfg.policy.generation, "grpo.async_grpo.enabled is true, but"
@@ -234,28 +234,28 @@ def rollouts_can_be_collected_beside_training(cfg: GrpoMasterConfig) -> str | No
         )
     if not generation.vllm_cfg.async_engine:
         return (
-            f"{told} policy.generation.vllm_cfg.async_engine is false, and that engine answers one batch after the "
-            "other; set it to true"
+            f"{told} policy.generation.vllm_cfg.async_engine is false, and that engine answers only whole batches, one "
+            "after the other; set it to true"
         )
     if cfg.grpo.use_dynamic_sampling:
         return (
-            f"{told} use_dynamic_sampling draws as many prompts as a step turns out to need, which is not known ahead; "
-            "turn one of them off"
+            f"{told} use_dynamic_sampling draws as many prompts as a step turns out to need, which is not known in "
+            "advance; turn one of them off"
         )
     if not cfg.loss_fn.use_importance_sampling_correction and cfg.loss_fn.target is None:
         return (
             f"{told} loss_fn.use_importance_sampling_correction is false, so rollouts of older weights would count as "
-            "those of the present ones; set it to true"
+            "if they were of the current ones; set it to true"
         )
     return None
 
 
 def a_top_k_is_needed_for_what_is_outside_of_it(cfg: DistillationMasterConfig) -> str | None:
-    """`zero_outside_topk` goes with a top-k."""
+    """`zero_outside_topk` needs `topk_logits_k`."""
     if cfg.loss_fn.zero_outside_topk and cfg.distillation.topk_logits_k is None:
         return (
-            "loss_fn.zero_outside_topk is true, but distillation.topk_logits_k is null and all of the teacher's "
-            "distribution is known; set the first to false or the second to a number"
+            "loss_fn.zero_outside_topk is true, but distillation.topk_logits_k is null, which compares whole "
+            "distributions; set the first to false or the second to a number"
         )
     return None
 
@@ -281,7 +281,7 @@ def a_megatron_teacher_is_spread_as_the_policy(cfg: DistillationMasterConfig) ->
 
 
 def a_megatron_teacher_has_no_streamed_layers(cfg: DistillationMasterConfig) -> str | None:
-    """The layers of a teacher are streamed with the DTensor backend only."""
+    """`teacher.stream_layers` needs the DTensor backend."""
     if cfg.teacher.stream_layers and not cfg.policy.dtensor_cfg.enabled:
         return (
             "teacher.stream_layers is true, but the Megatron backend is on and keeps a model in few large buffers; set "

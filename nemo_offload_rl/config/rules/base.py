@@ -41,7 +41,7 @@ class RuleSet[Config]:
 
 
 def data_parallel_size(cfg: RunConfig) -> int:
-    """Count the policy workers that see different data."""
+    """Count the policy workers that get different data."""
     return cfg.cluster.world_size // cfg.policy.backend.model_parallel.ranks_per_copy
 
 
@@ -57,12 +57,12 @@ def sources(section: DataSource | MixtureConfig | None, where: str) -> Iterator[
 
 
 def holds_validation_rows(train: DataSource | MixtureConfig) -> bool:
-    """Tell whether a part of the training data, mixtures included, is kept for validation."""
+    """Tell whether the training data, or a data set of a mixture, holds out rows for validation."""
     return any(_kept(source)[1] > 0 for _, source in sources(train, ""))
 
 
 def _kept(source: DataSource) -> tuple[str, float]:
-    """Return the key that says how much of a data set is kept for validation, and its value."""
+    """Return the key that says how much a data set holds out for validation, and its value."""
     if isinstance(source, ArithmeticConfig):
         return "holdout", source.holdout
     return "split_validation_size", source.split_validation_size
@@ -72,8 +72,7 @@ def no_validation_rows_problem(
     data: AnyData, algorithm: str, section: RolloutSectionConfig | SupervisedSectionConfig
 ) -> str | None:
     """Refuse a run of any algorithm that validates without validation rows; None otherwise."""
-    validates = section.val_period or section.val_at_start or section.val_at_end
-    if not validates or data.validation is not None or holds_validation_rows(data.train):
+    if not section.validates or data.validation is not None or holds_validation_rows(data.train):
         return None
     keys = [f"{place}.{_kept(source)[0]}" for place, source in sources(data.train, "data.train")]
     return (
@@ -84,14 +83,14 @@ def no_validation_rows_problem(
 
 
 def validation_set_problem(data: AnyData) -> str | None:
-    """Refuse a `data.validation` that keeps rows for something else; None otherwise."""
+    """Refuse a `data.validation` that holds out rows; None otherwise."""
     for place, source in sources(data.validation, "data.validation"):
         if isinstance(source, ArithmeticConfig):
             if source.holdout > 0:
                 continue
             return (
-                f"{place}.holdout is 0, but of arithmetic only held-out problems are validated, which training never "
-                f"sees; set {place}.holdout to their number"
+                f"{place}.holdout is 0, but validation uses only the held-out problems of arithmetic, which training "
+                f"never sees; set {place}.holdout to their number"
             )
         if source.split_validation_size > 0:
             return (

@@ -56,7 +56,7 @@ def training_batch_divides_over_workers(cfg: RunConfig) -> str | None:
 
 
 def micro_batch_divides_the_workers_share(cfg: RunConfig) -> str | None:
-    """The micro-batch divides one worker's share, unless micro-batches are made by tokens."""
+    """The micro-batch divides one worker's share of the training batch, unless micro-batches are formed by tokens."""
     policy, size = cfg.policy, data_parallel_size(cfg)
     if policy.dynamic_batching.enabled or policy.sequence_packing.enabled:
         return None
@@ -71,14 +71,14 @@ def packing_and_dynamic_batching_exclude_each_other(cfg: RunConfig) -> str | Non
     """Sequence packing and dynamic batching exclude each other."""
     if cfg.policy.sequence_packing.enabled and cfg.policy.dynamic_batching.enabled:
         return (
-            "policy.sequence_packing.enabled and policy.dynamic_batching.enabled are both true, but a micro-batch is "
-            "made in one way; set one of them to false"
+            "policy.sequence_packing.enabled and policy.dynamic_batching.enabled are both true, but micro-batches are "
+            "formed in one way; set one of them to false"
         )
     return None
 
 
 def token_budgets_hold_the_longest_sequence(cfg: RunConfig) -> str | None:
-    """A micro-batch made by tokens holds the longest sequence, rounded up."""
+    """A micro-batch that is formed by tokens holds the longest sequence, rounded up."""
     policy = cfg.policy
     batchings = {"sequence_packing": policy.sequence_packing, "dynamic_batching": policy.dynamic_batching}
     for name, section in batchings.items():
@@ -90,24 +90,24 @@ def token_budgets_hold_the_longest_sequence(cfg: RunConfig) -> str | None:
                 rounded = "" if longest == policy.max_total_sequence_length else f" rounded up to {longest}"
                 return (
                     f"policy.{name}.{key} {limit} is below policy.max_total_sequence_length "
-                    f"{policy.max_total_sequence_length}{rounded}, so a long sequence fits no micro-batch; raise it to "
-                    f"{longest} or more"
+                    f"{policy.max_total_sequence_length}{rounded}, so a long sequence would not fit a micro-batch; "
+                    f"raise it to {longest} or more"
                 )
     return None
 
 
 def longest_sequence_is_divisible(cfg: RunConfig) -> str | None:
-    """The longest sequence is a multiple of what batches are padded to."""
+    """`max_total_sequence_length` is a multiple of `make_sequence_length_divisible_by`."""
     longest, multiple = cfg.policy.max_total_sequence_length, cfg.policy.make_sequence_length_divisible_by
     if longest % multiple:
         return (
-            f"policy.max_total_sequence_length {longest} is no multiple of make_sequence_length_divisible_by "
+            f"policy.max_total_sequence_length {longest} is not a multiple of make_sequence_length_divisible_by "
             f"{multiple}, to which batches are padded; change one of them"
         )
     return None
 
 
-# Checked first; messages that follow from these would only add noise.
+# Checked first: if one of these is broken, so are many others.
 AVAILABILITY: tuple[Rule[RunConfig], ...] = (exactly_one_backend_is_enabled,)
 RULES: tuple[Rule[RunConfig], ...] = (
     port_range_is_ascending,

@@ -13,12 +13,12 @@ def k_is_at_most_the_number_of_responses(cfg: EvalMasterConfig) -> str | None:
     """`eval.k_value` is at most `eval.num_tests_per_prompt`."""
     k, num = cfg.eval.k_value, cfg.eval.num_tests_per_prompt
     if k > num:
-        return f"eval.k_value {k} is above eval.num_tests_per_prompt {num}; raise the one or lower the other"
+        return f"eval.k_value {k} is above eval.num_tests_per_prompt {num}; lower the first or raise the second"
     return None
 
 
 def several_responses_are_sampled(cfg: EvalMasterConfig) -> str | None:
-    """Several responses to a prompt are sampled, not greedy."""
+    """Several responses to a prompt need sampling that is not greedy."""
     num, generation = cfg.eval.num_tests_per_prompt, cfg.generation
     if num > 1 and (generation.temperature == 0 or generation.top_k == 1):
         return (
@@ -34,7 +34,7 @@ def prompts_leave_room_for_a_response(cfg: EvalMasterConfig) -> str | None:
     if longest >= room:
         return (
             f"data.max_input_seq_length {longest} leaves no room for a response in generation.vllm_cfg.max_model_len "
-            f"{room}; lower the one or raise the other"
+            f"{room}; lower the first or raise the second"
         )
     return None
 
@@ -45,37 +45,37 @@ def evaluated_environments_exist(cfg: EvalMasterConfig) -> str | None:
         name = source.env_name or cfg.data.default.env_name
         if name not in cfg.env:
             return (
-                f"{place} is scored by the environment {name}, which is no key of env (keys: {', '.join(cfg.env)}); "
+                f"{place} is scored by the environment {name}, which env does not have (keys: {', '.join(cfg.env)}); "
                 f"add env.{name}, or set data.default.env_name"
             )
     return None
 
 
 def every_row_is_evaluated(cfg: EvalMasterConfig) -> str | None:
-    """No row is kept aside, `arithmetic` has some to hold out, and a mixture has its weights."""
+    """An evaluation uses all rows, of `arithmetic` the held-out ones; a mixture has a weight for each data set."""
     mixture = cfg.data.validation
     if (
         isinstance(mixture, MixtureKeys)
         and mixture.weights is not None
         and len(mixture.weights) != len(mixture.datasets)
     ):
-        return "data.validation.weights does not have one number for each data set; set it to null"
+        return "data.validation.weights does not have a number for each data set, and all rows are used; set it to null"
     for place, source in sources(cfg.data.validation, "data.validation"):
         if isinstance(source, ArithmeticConfig):
             if not source.holdout:
-                return f"{place}.holdout is 0, but of arithmetic only held-out problems are evaluated; set their number"
+                return f"{place}.holdout is 0, but only held-out problems are evaluated; set it to their number"
         elif source.split_validation_size > 0:
             return f"{place}.split_validation_size is not 0, but all rows are evaluated; set it to 0"
     return None
 
 
 def evaluating_engine_fits_its_devices(cfg: EvalMasterConfig) -> str | None:
-    """An engine on a CPU has a fixed cache, and its tensor-parallel size divides the devices of a host."""
+    """An engine on a CPU has a KV cache of fixed size, and its tensor-parallel size divides the devices of a host."""
     vllm, cluster = cfg.generation.vllm_cfg, cfg.cluster
     if cluster.gpus_per_node == 0 and vllm.kv_cache_memory_gib is None:
         return (
             "generation.vllm_cfg.kv_cache_memory_gib is null, but cluster.gpus_per_node is 0 and "
-            "gpu_memory_utilization says nothing on CPU; set it, for instance to 0.25"
+            "gpu_memory_utilization has no meaning on CPU; set it, for instance to 0.25"
         )
     sizes = {"generation.vllm_cfg.tensor_parallel_size": vllm.tensor_parallel_size}
     return division_problem(sizes, cluster.workers_per_node, "devices of a host", "choose a divisor")

@@ -1,11 +1,11 @@
-"""Rules that memory suffices, by the account of a run on its machine; unknown sizes refuse nothing."""
+"""Rules that a run fits the memory of its machine; sizes that are not known refuse nothing."""
 
 from __future__ import annotations
 
 import os
 
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.keys.master import WITH_ROLLOUTS, RolloutMasterConfig, Rule
+from nemo_offload_rl.keys.master import RolloutMasterConfig, Rule
 from nemo_offload_rl.keys.megatron import MegatronConfig
 from nemo_offload_rl.memory.account import Account, PhaseUse
 from nemo_offload_rl.memory.host_plan import foresee_host_memory, gpu_limit_problem, refusal
@@ -18,7 +18,7 @@ _DDP = "policy.megatron_cfg.distributed_data_parallel_config"
 
 
 def gpu_limit_is_within_the_gpu(account: Account) -> str | None:
-    """The policy's limit of GPU memory is for a GPU, and at most all of it."""
+    """`policy.gpu_memory_limit_gib` needs a GPU, and is at most the GPU's memory."""
     limit_gib, on_cpu = account.cfg.policy.gpu_memory_limit_gib, not account.cfg.cluster.gpus_per_node
     return gpu_limit_problem(limit_gib, account.gpu_bytes, on_cpu=on_cpu)
 
@@ -65,7 +65,7 @@ def _fix_of_training(account: Account, use: PhaseUse) -> str:
 
 def _fix_of_phase(account: Account, use: PhaseUse) -> str:
     cfg = account.cfg
-    if use.phase is Phase.GENERATION and isinstance(cfg, WITH_ROLLOUTS):
+    if use.phase is Phase.GENERATION and isinstance(cfg, RolloutMasterConfig):
         keep_less = "keep less in policy.residency_overrides"
         if use.exceeds_limit:
             return f"raise that limit, or {keep_less}"
@@ -82,7 +82,7 @@ def _fix_of_phase(account: Account, use: PhaseUse) -> str:
 def engine_weights_fit_their_share(account: Account) -> str | None:
     """The engine's share of a GPU holds its weights."""
     cfg, gpu_bytes, weight_bytes = account.cfg, account.gpu_bytes, account.engine_weight_bytes
-    if gpu_bytes is None or not weight_bytes or not isinstance(cfg, WITH_ROLLOUTS):
+    if gpu_bytes is None or not weight_bytes or not isinstance(cfg, RolloutMasterConfig):
         return None
     vllm = cfg.policy.generation.vllm_cfg
     share_bytes = vllm.gpu_memory_utilization * gpu_bytes
@@ -95,7 +95,7 @@ def engine_weights_fit_their_share(account: Account) -> str | None:
 
 
 def host_memory_holds_the_state(account: Account) -> str | None:
-    """The workers of a host fit its memory; checked where all of them run on this one, or on a planned machine."""
+    """The workers of a host fit its memory; checked if all of them run on this machine, or on a planned one."""
     cluster = account.cfg.cluster
     if not account.machine.has_all_workers or not account.groups:
         return None
@@ -110,9 +110,9 @@ def host_memory_holds_the_state(account: Account) -> str | None:
 
 
 def suspended_communicators_make_room_for_an_engine(account: Account) -> str | None:
-    """`suspend_nccl_comms` is for GPUs that the policy shares with an engine, and for NCCL 2.29.7 or later."""
+    """`suspend_nccl_comms` needs GPUs that the policy shares with an engine, and NCCL 2.29.7 or later."""
     cfg, machine = account.cfg, account.machine
-    if not isinstance(cfg, WITH_ROLLOUTS) or not cfg.policy.suspend_nccl_comms:
+    if not isinstance(cfg, RolloutMasterConfig) or not cfg.policy.suspend_nccl_comms:
         return None
     generation, variables = cfg.policy.generation, cfg.policy.backend.worker_env_vars
     shares_device = generation.colocated.enabled and generation.vllm_cfg.enable_sleep_mode
@@ -123,7 +123,7 @@ def suspended_communicators_make_room_for_an_engine(account: Account) -> str | N
 
 
 def host_held_state_is_nowhere_else(cfg: RolloutMasterConfig) -> str | None:
-    """`cpu_offload` excludes groups with a place of their own."""
+    """`cpu_offload` excludes `policy.residency_overrides`."""
     policy = cfg.policy
     if policy.dtensor_cfg.enabled and policy.dtensor_cfg.cpu_offload and policy.residency_overrides:
         return (

@@ -1,4 +1,4 @@
-"""Rules on the model, by its config.json; silent for a hub's model that was never used."""
+"""Rules on the model's config.json; they are silent if it is on the hub and not in the local cache."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from nemo_offload_rl.models.served import longest_served, unserved
 
 
 def rotary_embeddings_keep_their_base(cfg: RunConfig) -> str | None:
-    """An override of the rotary embeddings is complete, their base included."""
+    """An override of `rope_parameters` has a `rope_theta`."""
     overrides = cfg.policy.hf_config_overrides
     if "rope_parameters" not in overrides or has_rotary_base(overrides["rope_parameters"]):
         return None
     return (
-        "policy.hf_config_overrides.rope_parameters has no rope_theta, and takes the place of all that config.json "
-        "says of rotary embeddings; add it"
+        "policy.hf_config_overrides.rope_parameters has no rope_theta, but replaces all that config.json says about "
+        "rotary embeddings; add it"
     )
 
 
@@ -28,13 +28,13 @@ def dropout_that_is_asked_for_is_trained_with(cfg: RunConfig) -> str | None:
         return None
     key, rate = next(iter(rates.items()))
     return (
-        f"policy.hf_config_overrides.{key} is {rate} and policy.dropout false, which trains without dropout; set "
+        f"policy.hf_config_overrides.{key} is {rate}, but policy.dropout is false, which trains without dropout; set "
         "policy.dropout to true, or remove the override"
     )
 
 
 def rotary_frequencies_of_engine_and_policy_agree(cfg: RolloutMasterConfig) -> str | None:
-    """Rotary frequencies do not change with the longest row of a batch, which the engine never sees."""
+    """Rotary frequencies do not depend on the longest row of a batch, which is another one in the engine."""
     model = local_model_config(cfg)
     if model is None or (kind := changing_rope_type(model, _longest(cfg))) is None:
         return None
@@ -58,12 +58,12 @@ def the_engine_serves_the_model(cfg: RolloutMasterConfig) -> str | None:
         return None
     return (
         f"config.json of {cfg.policy.model_name} has {reason}; use another model, or another value in "
-        "policy.hf_config_overrides if the weights are for it"
+        "policy.hf_config_overrides if it fits the weights"
     )
 
 
 def rows_fit_the_model_s_positions(cfg: RolloutMasterConfig) -> str | None:
-    """`vllm_cfg.max_model_len` is not above the positions that the model is for."""
+    """`vllm_cfg.max_model_len` is at most the number of positions that the model allows."""
     model, asked = local_model_config(cfg), cfg.policy.generation.vllm_cfg.max_model_len
     if model is None or (longest := longest_served(model)) is None or asked <= longest or _vllm_allows_more():
         return None

@@ -39,18 +39,18 @@ def prompts_leave_room_for_a_response(cfg: RolloutMasterConfig) -> str | None:
 
 
 def rollouts_fit_the_policy(cfg: RolloutMasterConfig) -> str | None:
-    """The engine ends rollouts where the policy's sequences end, or before."""
+    """`vllm_cfg.max_model_len` is at most `policy.max_total_sequence_length`."""
     limit, engine = cfg.policy.max_total_sequence_length, cfg.policy.generation.vllm_cfg.max_model_len
     if engine > limit:
         return (
             f"policy.generation.vllm_cfg.max_model_len {engine} is above policy.max_total_sequence_length {limit}, so "
-            "rollouts could grow past what is trained on; lower it to that"
+            f"rollouts could be longer than what is trained on; lower it to {limit}"
         )
     return None
 
 
 def further_turns_answer_something(cfg: RolloutMasterConfig) -> str | None:
-    """Rollouts of several turns have an environment that answers between them, and only those have one."""
+    """Rollouts have several turns if and only if an environment answers between them."""
     (name, section), data = cfg.algorithm, cfg.data
     turns = section.max_rollout_turns
     retrying = sorted(name for name, section in cfg.env.items() if section.retry_message is not None)
@@ -58,7 +58,7 @@ def further_turns_answer_something(cfg: RolloutMasterConfig) -> str | None:
     named = {source.env_name or data.default.env_name for _, source in sources(data.train, "data.train")}
     if turns > 1 and not named.intersection(answering):
         return (
-            f"{name}.max_rollout_turns is {turns}, but no environment of data.train says anything after a response; "
+            f"{name}.max_rollout_turns is {turns}, but no environment of data.train answers a response; "
             f"set env.{min(named)}.retry_message, or max_rollout_turns to 1"
         )
     if turns == 1 and retrying:
@@ -70,7 +70,7 @@ def further_turns_answer_something(cfg: RolloutMasterConfig) -> str | None:
 
 
 def endpoint_can_be_served(cfg: RolloutMasterConfig) -> str | None:
-    """An HTTP server has an engine that takes requests one by one, and is reached from the driver."""
+    """An HTTP server needs `async_engine`, and an address that other hosts reach if engines run there."""
     vllm, section = cfg.policy.generation.vllm_cfg, "policy.generation.vllm_cfg"
     if not vllm.expose_http_server:
         if vllm.http_server_serving_chat_kwargs:
@@ -81,21 +81,21 @@ def endpoint_can_be_served(cfg: RolloutMasterConfig) -> str | None:
         return None
     if not vllm.async_engine:
         return (
-            f"{section}.expose_http_server is true, but async_engine is false, and that engine answers one batch after "
-            "the other; set async_engine to true"
+            f"{section}.expose_http_server is true, but async_engine is false, and that engine answers only whole "
+            "batches, one after the other; set async_engine to true"
         )
     unknown = sorted({*(vllm.http_server_serving_chat_kwargs or {})} - {*SERVING_CHAT_KWARGS})
     if unknown:
         return (
-            f"{section}.http_server_serving_chat_kwargs.{unknown[0]} cannot be set; known are "
+            f"{section}.http_server_serving_chat_kwargs.{unknown[0]} cannot be set; the keys are "
             f"{', '.join(SERVING_CHAT_KWARGS)}; the chat template is that of policy.tokenizer"
         )
     if max(cfg.cluster.num_nodes, cfg.policy.generation.colocated.resources.num_nodes or 1) > 1 and is_loopback(
         vllm.http_server_host
     ):
         return (
-            f"{section}.http_server_host={vllm.http_server_host} is reached from its own host only, but engines run on "
-            "several; set it to 0.0.0.0, and the environment variable NEMO_OFFLOAD_RL_TOKEN"
+            f"{section}.http_server_host={vllm.http_server_host} can be reached only from its own host, but engines "
+            "run on several; set it to 0.0.0.0, and the environment variable NEMO_OFFLOAD_RL_TOKEN"
         )
     return None
 
@@ -111,17 +111,17 @@ def rollouts_are_not_greedy(cfg: RolloutMasterConfig) -> str | None:
 
 
 def cpu_engine_has_a_fixed_cache(cfg: RolloutMasterConfig) -> str | None:
-    """On CPU the engine's KV cache has a fixed size."""
+    """An engine on CPU needs `kv_cache_memory_gib`."""
     if cfg.cluster.gpus_per_node == 0 and cfg.policy.generation.vllm_cfg.kv_cache_memory_gib is None:
         return (
             "policy.generation.vllm_cfg.kv_cache_memory_gib is null, but cluster.gpus_per_node is 0 and "
-            "gpu_memory_utilization says nothing on CPU; set it, for instance to 0.25"
+            "gpu_memory_utilization has no meaning on CPU; set it, for instance to 0.25"
         )
     return None
 
 
 def vllm_kwargs_are_allowed(cfg: RolloutMasterConfig) -> str | None:
-    """`vllm_kwargs` sets nothing that has a key, and nothing that changes the model, its place or its samples."""
+    """`vllm_kwargs` sets nothing that has a key, or that would change the model, its devices or its samples."""
     return vllm_kwargs_problem(cfg.policy.generation.vllm_kwargs, "policy.generation.vllm_kwargs")
 
 
@@ -135,17 +135,17 @@ def vllm_kwargs_problem(arguments: Mapping[str, Any], key: str) -> str | None:
         if name not in ALLOWED:
             near = get_close_matches(name, ALLOWED, n=1)
             hint = f"did you mean {near[0]}?" if near else "remove it"
-            return f"{key}.{name} is no argument of vLLM's engine; {hint}"
+            return f"{key}.{name} is not an argument of vLLM's engine; {hint}"
     return None
 
 
 def engine_weights_are_what_a_refit_brings(cfg: RolloutMasterConfig) -> str | None:
-    """The engine derives nothing from the weights when it loads them, because refits would not update it."""
+    """The model is not quantized, since refits send plain weights."""
     if (local_model_config(cfg) or {}).get("quantization_config") is None:
         return None
     return (
-        f"policy.model_name {cfg.policy.model_name} has quantization_config in its config.json: it is quantized, and a "
-        "refit brings plain weights, so that no refit could renew them; choose another model"
+        f"policy.model_name {cfg.policy.model_name} is quantized (quantization_config in its config.json), but a refit "
+        "sends plain weights to the engine, which could not take them; choose a model that is not quantized"
     )
 
 
@@ -163,11 +163,11 @@ def every_environment_exists(cfg: RolloutMasterConfig) -> str | None:
 
 
 def weights_belong_to_a_list_of_rewards(cfg: RolloutMasterConfig) -> str | None:
-    """Weights of rewards are as many as the functions that they are for; only code from outside has arguments."""
+    """`weights` has a number for each function of a list; `weights` and `kwargs` need a `target`."""
     for name, section in cfg.env.items():
         if section.target is None and (section.weights is not None or section.kwargs is not None):
             key = "weights" if section.weights is not None else "kwargs"
-            return f"env.{name}.{key} is set, but target, whose it is, is not; set env.{name}.target, or {key} to null"
+            return f"env.{name}.{key} is set, but env.{name}.target, which it is for, is not; set it, or {key} to null"
         targets = (section.target,) if isinstance(section.target, str) else section.target or ()
         if section.target == ():
             return f"env.{name}.target is an empty list, so there is no reward; name at least one function"
@@ -185,7 +185,7 @@ def validation_has_prompts(cfg: RolloutMasterConfig) -> str | None:
 
 
 def validation_sets_are_used_whole(cfg: RolloutMasterConfig) -> str | None:
-    """A validation set keeps nothing back: all its rows are validated."""
+    """A validation set holds out no rows: all of them are validated."""
     return validation_set_problem(cfg.data)
 
 
@@ -195,13 +195,13 @@ def mixtures_of_prompts_have_their_weights(cfg: RolloutMasterConfig) -> str | No
 
 
 def engines_have_devices(cfg: RolloutMasterConfig) -> str | None:
-    """Engines that do not share the trainer's devices have their own, and only those."""
+    """Engines have devices of their own if and only if they do not share the trainer's."""
     colocated = cfg.policy.generation.colocated
     resources = colocated.resources
     counts = (resources.gpus_per_node, resources.num_nodes)
     where = "policy.generation.colocated.resources.gpus_per_node and num_nodes"
     if colocated.enabled and counts != (None, None):
-        return f"{where} are set, but policy.generation.colocated.enabled is true and engines share devices; unset them"
+        return f"{where} are set, but with policy.generation.colocated.enabled engines share devices; set them to null"
     if not colocated.enabled and None in counts:
         return f"{where} are not both set, but colocated.enabled is false and engines need their own; set both"
     return None

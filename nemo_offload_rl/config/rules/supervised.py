@@ -21,7 +21,7 @@ def longest_row_fits_the_policy(cfg: _Config) -> str | None:
     if longest > limit:
         return (
             f"data.max_input_seq_length {longest} is above policy.max_total_sequence_length {limit}, so a long row "
-            "would not fit; lower the one or raise the other"
+            "would not fit; lower the first or raise the second"
         )
     return None
 
@@ -45,7 +45,7 @@ def validation_batch_divides_over_workers(cfg: _Config) -> str | None:
 
 
 def validation_sets_of_rows_are_used_whole(cfg: _Config) -> str | None:
-    """A validation set keeps nothing back: all its rows are validated."""
+    """A validation set holds out no rows: all of them are validated."""
     return validation_set_problem(cfg.data)
 
 
@@ -55,7 +55,7 @@ def mixtures_have_a_weight_for_each_data_set(cfg: _Config) -> str | None:
 
 
 def data_sets_name_no_environment(cfg: _Config) -> str | None:
-    """No data set names an environment, which only GRPO has."""
+    """No data set names an environment; only runs with rollouts have environments."""
     for where, section in (("train", cfg.data.train), ("validation", cfg.data.validation)):
         for place, source in sources(section, f"data.{where}"):
             if source.env_name is not None:
@@ -64,7 +64,7 @@ def data_sets_name_no_environment(cfg: _Config) -> str | None:
 
 
 def pairs_fit_a_micro_batch_made_by_tokens(cfg: DpoMasterConfig) -> str | None:
-    """A micro-batch made by tokens holds the two longest responses of a pair."""
+    """A micro-batch that is formed by tokens holds a pair of the longest responses."""
     longest = cfg.policy.max_total_sequence_length
     batchings = {"sequence_packing": cfg.policy.sequence_packing, "dynamic_batching": cfg.policy.dynamic_batching}
     for name, section in batchings.items():

@@ -97,8 +97,8 @@ def checkpoint_metric_is_measured(cfg: RunConfig) -> str | None:
         return problem
     if name.startswith("val:") and not section.val_period:
         return (
-            f"checkpointing.metric_name is {name}, but {algorithm}.val_period is 0 and nothing is validated; set a "
-            "period, or a train: metric, or null"
+            f"checkpointing.metric_name is {name}, but {algorithm}.val_period is 0 so nothing is validated; set a "
+            "period, a train: metric or null"
         )
     save_period, val_period, num_steps = checkpointing.save_period, section.val_period, section.max_num_steps
     saved_and_validated = math.lcm(save_period, val_period) <= num_steps or num_steps % val_period == 0
@@ -117,7 +117,7 @@ def save_deadline_is_a_time(cfg: RunConfig) -> str | None:
     text = cfg.checkpointing.checkpoint_must_save_by
     if text is not None and not seconds_of(text):
         return (
-            f"checkpointing.checkpoint_must_save_by is {text!r}, which is no time after the start; write "
+            f"checkpointing.checkpoint_must_save_by is {text!r}, which is not a time; write "
             "days:hours:minutes:seconds, such as '00:03:45:00', or null"
         )
     return None
@@ -157,14 +157,14 @@ def loggers_have_their_sections(cfg: RunConfig) -> str | None:
     for name, enabled, section in sections:
         if enabled and section is None:
             return (
-                f"logger.{name}_enabled is true, but the section logger.{name} is gone; keep it or set {name}_enabled "
+                f"logger.{name}_enabled is true, but there is no section logger.{name}; add it or set {name}_enabled "
                 "to false"
             )
     return None
 
 
 def _call_problem(where: str, dotted: str, kwargs: Mapping[str, Any], base: type) -> str | None:
-    """Return why a torch class is no `base` or cannot be called with a first argument and `kwargs`; else None."""
+    """Return why a name is not a subclass of `base` that can be called with a first argument and `kwargs`, or None."""
     module_name, _, class_name = dotted.rpartition(".")
     if not module_name.startswith("torch.optim") and module_name != OWN_OPTIMIZERS:
         return (
@@ -180,14 +180,14 @@ def _call_problem(where: str, dotted: str, kwargs: Mapping[str, Any], base: type
     if class_name not in fitting:
         near = nearest_key(class_name, fitting)
         hint = f"did you mean {module_name}.{near}?" if near else "correct the name"
-        fact = f"is no {base.__name__}" if class_name in classes else "does not exist"
+        fact = f"is not a kind of {base.__name__}" if class_name in classes else "does not exist"
         return f"{where}.name is {dotted}, which {fact}; {hint}"
     accepted = dict(list(inspect.signature(classes[class_name]).parameters.items())[1:])
     for name in kwargs:
         if name not in accepted:
             near = nearest_key(name, accepted)
             hint = f"did you mean {near}?" if near else f"it takes {', '.join(accepted)}"
-            return f"{where}.kwargs.{name} is no argument of {dotted}; {hint}"
+            return f"{where}.kwargs.{name} is not an argument of {dotted}; {hint}"
     for name, parameter in accepted.items():
         if parameter.default is parameter.empty and name not in kwargs:
             return f"{where}.kwargs has no {name}, which {dotted} needs; set {where}.kwargs.{name}"

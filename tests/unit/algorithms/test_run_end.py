@@ -28,7 +28,7 @@ from nemo_offload_rl.errors import (
     WorkerDiedError,
 )
 from nemo_offload_rl.keys.generation import SamplingSettings
-from nemo_offload_rl.keys.run_configs import SupervisedConfig
+from nemo_offload_rl.keys.master import SupervisedConfig
 from nemo_offload_rl.policy.policy import Policy
 from nemo_offload_rl.policy.worker import PolicyWorker
 from nemo_offload_rl.protocols.engine import Completion

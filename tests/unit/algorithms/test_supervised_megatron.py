@@ -10,7 +10,7 @@ from megatron_cpu_shim import megatron_on_cpu
 from supervised_cases import Run, dpo, sft, write_model, write_rows
 
 from nemo_offload_rl.distributed.local import start_local_policy
-from nemo_offload_rl.keys.run_configs import SupervisedConfig
+from nemo_offload_rl.keys.master import SupervisedConfig
 from nemo_offload_rl.policy.policy import Policy
 
 MEGATRON = "policy.megatron_cfg"
