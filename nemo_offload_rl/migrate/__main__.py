@@ -32,7 +32,7 @@ def _count(folder: Path) -> int:
     from nemo_offload_rl.migrate.count import count_folder
 
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is no folder; give one that has NeMo-RL's YAML files")
+        raise ConfigError(f"{folder} is not a folder; give one with NeMo-RL's YAML files")
     sys.stdout.write(f"{count_folder(folder).render()}\n")
     return 0
 

@@ -18,7 +18,7 @@ def _kl(draft: Draft) -> None:
     key = "loss_fn.reference_policy_kl_type"
     kind = draft.get(key, "k3")
     if draft.get("loss_fn.use_kl_in_reward", False):
-        draft.keep(key, kind)  # its value alone counts
+        draft.keep(key, kind)  # only its value counts
     elif kind in ("k1", "k2", "k3"):
         draft.convert(key, f"{kind}w", "the name here of the variant that differentiates through the importance weight")
     else:
@@ -70,7 +70,7 @@ def _baseline(draft: Draft) -> None:
 def _dynamic_sampling(draft: Draft) -> None:
     key = "grpo.dynamic_sampling_max_gen_batches"
     if draft.get("grpo.use_dynamic_sampling") and draft.number(key) is not None:
-        draft.convert(key, draft.number(key) + 1, "there the error comes after one batch more")
+        draft.convert(key, draft.number(key) + 1, "NeMo-RL tries one more batch before the error")
 
 
 @converts(
@@ -98,7 +98,7 @@ def _validation(draft: Draft) -> None:
     period = f"{section}.val_period"
     if (given := draft.number(period)) is not None:
         if given < 0:
-            draft.convert(period, 0, "0 is never")
+            draft.convert(period, 0, "0 never validates")
         else:
             draft.keep(period, given)
     key = f"{section}.max_val_samples"
@@ -108,7 +108,7 @@ def _validation(draft: Draft) -> None:
     if samples is None or size is None:
         draft.missing(key, "validation on all prompts (max_val_samples null)")
     elif samples % size and samples > size:
-        draft.convert(key, samples // size * size, "whole batches of val_batch_size")
+        draft.convert(key, samples // size * size, "NeMo-RL validates only on whole batches of val_batch_size")
     else:
         draft.keep(key, samples)
 
@@ -116,7 +116,7 @@ def _validation(draft: Draft) -> None:
 @converts("sft.val_batches dpo.val_batches", algorithms="sft dpo")
 def _val_batches(draft: Draft) -> None:
     key = f"{draft.algorithm}.val_batches"
-    draft.keep_unless(draft.number(key, 0) < 0, key, 0, "0 is all")
+    draft.keep_unless(draft.number(key, 0) < 0, key, 0, "0 takes all")
 
 
 @converts("checkpointing.metric_name")
@@ -140,12 +140,12 @@ def _chat_template(draft: Draft) -> None:
     key = "policy.tokenizer.chat_template"
     if not draft.has(key):
         draft.fill(key, None, "the tokenizer's own template, which is NeMo-RL's default too")
-    draft.keep_unless(draft.get(key) is None, key, PASS_THROUGH, "null concatenates messages there")
+    draft.keep_unless(draft.get(key) is None, key, PASS_THROUGH, "null concatenates messages in NeMo-RL")
 
 
 @converts("data.add_generation_prompt", algorithms="sft dpo")
 def _loss_span(draft: Draft) -> None:
-    """NeMo-RL counts all text that a message adds; `add_generation_prompt` moves the text before it to the prompt."""
+    """Convert `add_generation_prompt`, which moves the template's text before a response out of the loss."""
     key = "data.add_generation_prompt"
     if draft.algorithm == "sft" and draft.get(key, False):
         draft.rename(key, "data.loss_span", "response_and_end", "the prompt ends where the response begins")
@@ -190,7 +190,7 @@ def _teacher(draft: Draft) -> None:
         if path.removeprefix("teacher.megatron_cfg.") in _SIZES and not on_dtensor:
             draft.ignore(path, "the teacher is split over devices like the policy: the same numbers, with other memory")
         else:
-            draft.ignore(path, "a teacher is read only, in batches and by the backend of the policy")
+            draft.ignore(path, "a teacher only computes logprobs, with the backend and the batches of the policy")
 
 
 _THEIRS = "grpo.async_grpo"
@@ -208,7 +208,7 @@ def _asynchronous(draft: Draft) -> None:
     section = draft.section(_THEIRS)
     if not section:
         if draft.has(_THEIRS):
-            draft.convert(_THEIRS, False, "null is off", f"{_THEIRS}.enabled")
+            draft.convert(_THEIRS, False, "null turns it off", f"{_THEIRS}.enabled")
         return
     enabled = draft.get(f"{_THEIRS}.enabled", False)
     draft.keep(f"{_THEIRS}.enabled", enabled)
@@ -220,7 +220,7 @@ def _asynchronous(draft: Draft) -> None:
     if enabled and draft.get(failures, 0):
         draft.missing(failures, "rollouts that may fail (max_generation_failures)")
     elif draft.has(failures):
-        draft.ignore(failures, "the first failure ends the run, there and here; vllm_cfg.max_restarts is for engines")
+        draft.ignore(failures, "the first failure ends the run, as in NeMo-RL; vllm_cfg.max_restarts restarts engines")
 
 
 @converts("async_rl async_rl.*", algorithms="grpo")
@@ -258,12 +258,12 @@ def _single_controller(draft: Draft) -> None:
     for name in draft.section(_SINGLE):
         path = f"{_SINGLE}.{name}"
         if name == "sampler":
-            draft.ignore(path, f"is {_THEIRS} with max_trajectory_age_steps={ahead}")
+            draft.ignore(path, f"becomes {_THEIRS} with max_trajectory_age_steps={ahead}")
         elif name == _NAMES[2]:
-            draft.ignore(path, f"is {_THEIRS}.{name}")
+            draft.ignore(path, f"becomes {_THEIRS}.{name}")
         elif name == "rollout_failure":
-            draft.ignore(path, "how often and when a failed rollout is tried again; no prompt is left out")
+            draft.ignore(path, "says when to try a failed rollout again; no prompt is left out")
         elif name in _SCHEDULE_ONLY:
-            draft.ignore(path, "when rollouts begin and are watched, not what is trained")
+            draft.ignore(path, "schedules and watches rollouts; changes no result")
         else:
             draft.missing(path, f"{path}")

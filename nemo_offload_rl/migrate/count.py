@@ -25,8 +25,8 @@ class Count:
     Attributes:
         by_algorithm: Number of files that load and number tried, by algorithm.
         loaded: Files that can be converted and pass every check that needs neither model nor devices.
-        trained: Those of `loaded` whose model is known, by name, to be of a family that the backend trains.
-        stopped: Files with their missing features, or else the messages of our checks.
+        trained: Those of `loaded` whose model, by its name, is of a family that the backend trains.
+        stopped: Files that do not load, with missing features or the message of our check.
         unreadable: Files that cannot be read, with the reason.
         others: Files of other algorithms or other programs.
     """
@@ -39,7 +39,7 @@ class Count:
     others: list[str] = field(default_factory=list)
 
     def add(self, name: str, migration: Migration) -> None:
-        """Count a file that was migrated."""
+        """Count a migrated file."""
         numbers = self.by_algorithm.setdefault(migration.algorithm, [0, 0])
         numbers[1] += 1
         if reasons := list(problems(migration)):
@@ -56,11 +56,11 @@ class Count:
 
     @property
     def num_runs(self) -> int:
-        """Files that were tried."""
+        """Number of files that were tried."""
         return len(self.loaded) + len(self.stopped)
 
     def render(self) -> str:
-        """The numbers of files, and for each reason the number of files that it stops, in all and alone."""
+        """Render numbers of files, and for each reason how many files it stops, and how many it stops alone."""
         reasons = Counter(reason for reasons in self.stopped.values() for reason in reasons)
         alone = Counter(reasons[0] for reasons in self.stopped.values() if len(reasons) == 1)
         lines = [
@@ -96,21 +96,21 @@ def count_folder(folder: Path) -> Count:
 
 
 def problems(migration: Migration) -> Iterator[str]:
-    """Missing features of a migrated configuration, or if there are none, the messages of our own checks."""
+    """Yield the missing features of a migrated configuration; without any, the message of our own check."""
     if migration.report.missing:
         yield from migration.report.missing
         return
     try:
         check(migration.algorithm, migration.config)
     except ConfigError as error:
-        # Numbers and names differ from file to file, the rule does not.
+        # Numbers differ from file to file, the rule does not.
         yield f"our check: {re.sub(r'\d+', 'N', str(error).partition(';')[0])}"
 
 
 def check(algorithm: str, config: Mapping[str, Any]) -> None:
-    """Every key and every rule between keys, as at the start of a run.
+    """Check every key and the rules between keys, as a run does at its start.
 
     Raises:
-        ConfigError: What is wrong.
+        ConfigError: One of them is broken.
     """
     ALGORITHMS[algorithm].check(config)

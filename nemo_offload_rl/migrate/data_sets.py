@@ -1,4 +1,4 @@
-"""Conversions of the sections `data` and `env`, and of files of evaluations, which have their keys elsewhere."""
+"""Conversions of the sections `data` and `env`, and of files for evaluations, whose data has other keys."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _DataSet:
     Attributes:
         name: Its name here.
         algorithms: Those that can read it.
-        keys: Its keys with NeMo-RL's defaults.
+        keys: Its keys, with NeMo-RL's defaults.
         share: The share of rows kept for validation by default; None if the data set does not read that key.
     """
 
@@ -63,8 +63,8 @@ _DATA_SETS: Mapping[str, _DataSet] = {
 }
 _CHANGED = {
     "dataset_name": "the name here",
-    "subset": "null means main there",
-    "split": "a file has one split only, of others null means train there",
+    "subset": "NeMo-RL takes null as main",
+    "split": "a file has one split; elsewhere NeMo-RL takes null as train",
     "split_validation_size": "this data set does not read it",
 }
 _NOT_READ = ("split_validation_size", "seed", "split", "subset", "repeat", "input_key", "output_key")
@@ -85,7 +85,7 @@ def _convert_data(draft: Draft) -> None:
     _lengths(draft)
     default = draft.section("data.default")
     if draft.samples:
-        draft.fill("data.add_bos", False, "a prompt has the begin token where the chat template writes it")
+        draft.fill("data.add_bos", False, "only the chat template adds the begin token")
     elif draft.has("data.add_bos"):
         draft.keep("data.add_bos")
     _default(draft, default)
@@ -105,13 +105,13 @@ def _lengths(draft: Draft) -> None:
     key = "data.max_input_seq_length"
     given = draft.number(key)
     row = "prompt" if draft.samples else "row"
-    draft.fill("data.overlong_rows", "mask", f"a {row} that is too long keeps its place and trains nothing")
+    draft.fill("data.overlong_rows", "mask", f"NeMo-RL cuts a {row} that is too long, and does not train on it")
     if given is None:
         draft.missing(key, "prompts of any length (max_input_seq_length null)")
     elif draft.algorithm == "dpo":
         draft.keep(key, given)
     else:
-        draft.convert(key, given - 1, "the longest that is allowed: there, one of that length is too long")
+        draft.convert(key, given - 1, "the longest allowed length; in NeMo-RL this one is too long already")
 
 
 def _default(draft: Draft, default: Mapping[str, Any]) -> None:
@@ -121,16 +121,16 @@ def _default(draft: Draft, default: Mapping[str, Any]) -> None:
         if name == "processor":
             _processor(draft, key, value)
         elif name in ("prompt_file", "system_prompt_file") and name in known:
-            draft.convert(key, found_file(draft, value), "looked for from the file's folder upwards")
+            draft.convert(key, found_file(draft, value), "searched in the file's folder and those above it")
         elif name in known:
             draft.keep(key, value)
         elif name in _TASK:
             if name == "prompt_file" and value is not None:
                 draft.missing(key, "prompt_file in DPO")
             else:
-                draft.ignore(key, "has no use without rollouts")
+                draft.ignore(key, "has no effect without rollouts")
         else:
-            draft.ignore(key, "is with the data sets below")
+            draft.ignore(key, "moved to the data sets")
 
 
 def _processor(draft: Draft, key: str, name: Any) -> None:
@@ -142,7 +142,7 @@ def _processor(draft: Draft, key: str, name: Any) -> None:
 
 
 def found_file(draft: Draft, path: Any) -> Any:
-    """The path of a file in the configuration's folder or one above it, never in this package."""
+    """Find a file in the configuration's folder or one above it, never in this package."""
     if not isinstance(path, str) or Path(path).is_absolute() or draft.folder is None:
         return path
     folder = draft.folder.resolve()
@@ -159,11 +159,11 @@ def _several(draft: Draft, where: str, default: Mapping[str, Any], sections: Any
     pairs = enumerate(cast("list[Mapping[str, Any]]", sections))
     parts = [_data_set(draft, f"{where}.{i}", {**default, **section}, section) for i, section in pairs]
     mixture = {"dataset_name": "mixture", "weights": None, "datasets": parts}
-    draft.convert(where, mixture, "a mixture in which every row comes once in an epoch")
+    draft.convert(where, mixture, "a mixture that has every row once in an epoch")
 
 
 def _data_set(draft: Draft, where: str, section: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """One data set with our keys; `section` is `own` on top of `data.default`."""
+    """Convert one data set; `section` is `own` merged into `data.default`."""
     name = str(section.get("dataset_name", "ResponseDataset"))
     kind = _DATA_SETS.get(name)
     if kind is None or draft.algorithm not in kind.algorithms:
@@ -186,9 +186,9 @@ def _data_set(draft: Draft, where: str, section: Mapping[str, Any], own: Mapping
 
 
 def _file(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Path, subset and split of a data set: a file, a folder, or else on the hub."""
+    """Return path, subset and split of a data set that is a file, a folder or on the hub."""
     path, subset, split = str(section["data_path"]), section.get("subset"), section.get("split")
-    if path.endswith(_FILES):  # it has one split, which NeMo-RL calls train
+    if path.endswith(_FILES):  # it has one split, named train in NeMo-RL
         return {"path": path, "subset": subset, "split": None}
     is_folder = Path(path).expanduser().exists()
     return {"path": path, "subset": subset, "split": split if is_folder else split or "train"}
@@ -199,19 +199,19 @@ def _held_out(draft: Draft, where: str, section: Mapping[str, Any], default: flo
     if not isinstance(share, int | float):
         raise ConfigError(f"{where}.split_validation_size: given {share!r}, wanted a number; correct it")
     if where.startswith("data.validation") and share:
-        draft.missing(f"{where}.split_validation_size", "a part of the validation data kept back")
+        draft.missing(f"{where}.split_validation_size", "validation data that holds out rows")
     return {"split_validation_size": share, "seed": section.get("seed", 42)}
 
 
 def _account(draft: Draft, path: str, key: str, value: Any, values: dict[str, Any]) -> None:
-    """Report a key of the section itself."""
+    """Report the outcome of a key that the section sets itself."""
     if path in draft.done:
         return
     if key == "data_path":
         draft.rename(path, f"{path.rpartition('.')[0]}.path", value, "")
     elif key in ("prompt_file", "system_prompt_file"):
         values[key] = found_file(draft, value)
-        draft.convert(path, values[key], "looked for from the file's folder upwards")
+        draft.convert(path, values[key], "searched in the file's folder and those above it")
     elif key == "env_name" and draft.samples:
         values[key] = value
         draft.keep(path, value)
@@ -230,7 +230,7 @@ def _account(draft: Draft, path: str, key: str, value: Any, values: dict[str, An
 
 
 def _environments(draft: Draft, default: Mapping[str, Any]) -> None:
-    """Take over the environments that the data name; others of the file are never started."""
+    """Take over the environments that the data names; NeMo-RL starts no others."""
     if not draft.samples:
         return
     given = [draft.get(f"data.{where}") for where in ("train", "validation")]
@@ -252,7 +252,7 @@ def _environments(draft: Draft, default: Mapping[str, Any]) -> None:
             raise ConfigError(f"env.{name}: given {section!r}, wanted a mapping; correct it in NeMo-RL's file")
         else:
             found[name] = _environment(draft, f"env.{name}", section)
-            draft.fill(f"env.{name}.retry_message", None, "the environment says nothing between turns")
+            draft.fill(f"env.{name}.retry_message", None, "the environment does not reply between turns")
     for name in sorted(name for name in named - found.keys() if f"env.{name}" not in draft.done):
         draft.missing("data.default.env_name", f"environment {name}")
     draft.ours["env"] = found
@@ -271,7 +271,7 @@ def _environment(draft: Draft, where: str, section: Mapping[str, Any]) -> dict[s
     return {"num_workers": section.get("num_workers", 8), "retry_message": None, "math_verify_impl": verifier}
 
 
-# Data sets that NeMo-RL's evaluation reads as its runs do; its others have forms of their own.
+# Data sets whose rows NeMo-RL reads in the same way in evaluations and in training.
 _EVALUATED = ("AIME2024", "AIME2025", "AIME2026")
 _EVALUATION_DEFAULT = {
     "prompt_file": None,
@@ -294,7 +294,7 @@ def _evaluation_sampling(draft: Draft) -> None:
             draft.keep(key)
     for path, _ in leaves(draft.section("generation"), "generation"):
         if path.startswith(("generation.val_", "generation.colocated")):
-            draft.ignore(path, "an evaluation has no rollouts of training")
+            draft.ignore(path, "has no effect in an evaluation")
     template = "tokenizer.chat_template"
     if draft.has(template) and draft.get(template) is None:
         draft.convert(template, PASS_THROUGH, "null concatenates messages there")
@@ -312,7 +312,7 @@ def _evaluation_data(draft: Draft) -> None:
     data_set = {"dataset_name": name}
     if name in _EVALUATED:
         draft.rename("data.dataset_name", "data.validation.dataset_name", name, "")
-        draft.fill("data.validation.repeat", draft.get("data.repeat", 1), "as data.repeat has it")
+        draft.fill("data.validation.repeat", draft.get("data.repeat", 1), "from data.repeat")
         data_set["repeat"] = draft.get("data.repeat", 1)
     else:
         draft.missing("data.dataset_name", f"evaluation on {name}")
@@ -327,12 +327,12 @@ def _evaluation_data(draft: Draft) -> None:
             draft.fill(f"data.default.{key}", value, "the default there")
     draft.written |= {"data.validation", "data.default"}
     if draft.has("data.repeat"):
-        draft.ignore("data.repeat", "is with the data set")
+        draft.ignore("data.repeat", "moved to the data set")
     limit = "data.max_input_seq_length"
     longest = draft.number("generation.vllm_cfg.max_model_len", 2048) - 1
-    draft.convert(limit, longest, "is not read there: whatever leaves room for a response")
-    draft.fill("data.add_bos", False, "a prompt has the begin token where the chat template writes it")
-    draft.fill("eval.greedy", False, "there is one kind of responses there")
+    draft.convert(limit, longest, "NeMo-RL does not read it: any prompt that leaves room for a response")
+    draft.fill("data.add_bos", False, "only the chat template adds the begin token")
+    draft.fill("eval.greedy", False, "NeMo-RL generates one kind of responses")
     draft.fill("eval.max_samples", None, "all prompts")
 
 
@@ -347,4 +347,4 @@ def _evaluation_environment(draft: Draft) -> None:
     if section.get("verifier_type", "math") != "math":
         draft.missing("env.math.verifier_type", f"verifier {section['verifier_type']}")
     elif "verifier_type" in section:
-        draft.ignore("env.math.verifier_type", "math is the one that is here")
+        draft.ignore("env.math.verifier_type", "math is the only verifier here")

@@ -1,4 +1,4 @@
-"""A configuration on its way from NeMo-RL's keys to ours, and the functions that convert keys."""
+"""A half-converted configuration, and the register of functions that convert keys."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.migrate.report import Outcome, Report
 from nemo_offload_rl.migrate.rules import ABSENT
 
-DEFAULT_THERE = "the default there"
+DEFAULT_THERE = "NeMo-RL's default"
 _ABSENT = object()
 
 
 @dataclass
 class Draft:
-    """Their values, ours so far, and a report.
+    """NeMo-RL's values, ours so far, and a report.
 
     Attributes:
-        theirs: Their file, inherited and resolved.
-        ours: Our exemplar, with the values that were taken over.
+        theirs: NeMo-RL's file with what it inherits, resolved.
+        ours: Our exemplar, changed by the values that were taken over.
         report: One row for each key.
         algorithm: One of `ALGORITHMS`.
-        folder: The folder of their file, None if there is no file.
-        done: Their keys that have a row.
-        written: Our keys that have a value from their file.
+        folder: The folder of NeMo-RL's file, None if there is no file.
+        done: NeMo-RL's keys that have a row.
+        written: Our keys that have a value from NeMo-RL's file.
     """
 
     theirs: Mapping[str, Any]
@@ -39,22 +39,22 @@ class Draft:
 
     @property
     def samples(self) -> bool:
-        """Whether an engine generates."""
+        """Whether the algorithm has an engine."""
         return self.algorithm in ("grpo", "distillation")
 
     def get(self, path: str, default: Any = None) -> Any:
-        """Their value; for a key that their file leaves out NeMo-RL's default, else `default`."""
+        """Return NeMo-RL's value; for a key that the file leaves out NeMo-RL's default, if known, or `default`."""
         return at(self.theirs, path, ABSENT.get(path, default))
 
     def number(self, path: str, default: float | None = None) -> Any:
-        """Their value, which must be a number, or null if `default` is None; others raise `ConfigError`."""
+        """Return NeMo-RL's value; `ConfigError` unless it is a number, or null with a `default` of None."""
         value = self.get(path, default)
         if (isinstance(value, int | float) and not isinstance(value, bool)) or (value is None and default is None):
             return value
         raise ConfigError(f"{path}: given {value!r}, wanted a number; correct it in NeMo-RL's file")
 
     def section(self, path: str) -> Mapping[str, Any]:
-        """Their section, empty if it is null or left out; other values raise `ConfigError`."""
+        """Return NeMo-RL's section, empty if it is null or left out; `ConfigError` if it is anything else."""
         value = self.get(path)
         if value is None:
             return {}
@@ -63,11 +63,11 @@ class Draft:
         raise ConfigError(f"{path}: given {value!r}, wanted a mapping; correct it in NeMo-RL's file")
 
     def has(self, path: str) -> bool:
-        """Whether their file has the key."""
+        """Tell whether NeMo-RL's file has the key."""
         return at(self.theirs, path, _ABSENT) is not _ABSENT
 
     def keep(self, path: str, value: Any = _ABSENT) -> None:
-        """Take a key over with its value, or with `value`; a row says if their file leaves the key out."""
+        """Take a key over with its value, or with `value`; the row says if the file leaves the key out."""
         self._write(path, self.get(path) if value is _ABSENT else value)
         if self.has(path):
             self._row(Outcome.SAME, path, path, "")
@@ -75,7 +75,7 @@ class Draft:
             self._row(Outcome.FILLED, "", path, DEFAULT_THERE)
 
     def keep_unless(self, is_other: Any, path: str, value: Any, note: str) -> None:
-        """Take a key of the file over, with another value if `is_other`; the note says why."""
+        """Take a key of the file over, with another value and a note if `is_other`."""
         if self.has(path) and is_other:
             self.convert(path, value, note)
         elif self.has(path):
@@ -92,11 +92,11 @@ class Draft:
         self._row(Outcome.RENAMED, theirs, ours, note)
 
     def ignore(self, theirs: str, reason: str) -> None:
-        """Leave a key of theirs out."""
+        """Leave out a key of NeMo-RL's."""
         self._row(Outcome.IGNORED, theirs, "", reason)
 
     def fill(self, ours: str, value: Any, reason: str) -> None:
-        """Set a key that their file does not have."""
+        """Set a key that NeMo-RL's file does not have."""
         self._write(ours, value)
         self._row(Outcome.FILLED, "", ours, reason)
 
@@ -115,7 +115,7 @@ class Draft:
 
 
 def at(node: Any, path: str, default: Any = None) -> Any:
-    """The value at a dotted key of nested dictionaries."""
+    """Return the value at a dotted key of nested dictionaries."""
     for part in path.split("."):
         if not isinstance(node, Mapping) or part not in node:
             return default
@@ -134,7 +134,7 @@ def put(node: dict[str, Any], path: str, value: Any) -> None:
 
 
 def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values, except sections; an empty section is a value."""
+    """Yield dotted keys and values, without sections; an empty section counts as a value."""
     if isinstance(node, Mapping) and node:
         for key, value in node.items():
             yield from leaves(value, f"{prefix}.{key}" if prefix else str(key))
@@ -143,7 +143,7 @@ def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def matches(pattern: str, path: str) -> bool:
-    """Whether a pattern, a key or a section with `.*`, includes a key."""
+    """Tell whether a pattern (a key, or a section with `.*`) includes a key."""
     if pattern.endswith(".*"):
         return path == pattern[:-2] or path.startswith(pattern[:-1])
     return path == pattern
@@ -155,7 +155,7 @@ class Conversion:
 
     Attributes:
         keys: Patterns of NeMo-RL's keys that it accounts for.
-        reads: Keys that rules account for and that it looks at too.
+        reads: Further keys that it reads; rules account for them.
         algorithms: Those that have the keys.
         apply: Takes the keys over.
     """

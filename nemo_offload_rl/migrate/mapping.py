@@ -1,4 +1,4 @@
-"""From a NeMo-RL configuration to ours: recognize it, apply the rules, fill in the rest."""
+"""Converts a NeMo-RL configuration to ours: recognizes it, applies the rules, fills in the rest."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from nemo_offload_rl.migrate.rules import (
 from nemo_offload_rl.utils.config import EXEMPLARS as FOLDER
 from nemo_offload_rl.utils.config import load_config
 
-# Algorithms that are not here; NeMo-RL's files for them may inherit a section of one that is.
+# Algorithms that are not available here; NeMo-RL's files for them may inherit a section of one that is.
 _OTHER_ALGORITHMS = ("ppo", "rm")
 _SECTIONS = (*ALGORITHMS, "loss_fn", "policy", "data", "env", "logger", "cluster", "checkpointing")
 
@@ -43,7 +43,7 @@ class Migration:
 
     Attributes:
         algorithm: One of `ALGORITHMS`.
-        config: Nested dictionaries with every key of ours; not to be used while something is missing.
+        config: Nested dictionaries with all of our keys; unusable if the report has missing features.
         report: One row for each key.
     """
 
@@ -69,7 +69,7 @@ _ABSENT = object()
 
 
 def algorithm_of(config: Mapping[str, Any]) -> str | None:
-    """The algorithm of a configuration, one of `ALGORITHMS`; None for any other."""
+    """Return the algorithm of a configuration, one of `ALGORITHMS`; None for any other."""
     if any(name in config for name in _OTHER_ALGORITHMS):
         return None
     found = [name for name in ALGORITHMS if name in config]
@@ -97,12 +97,12 @@ def migrate(config: Mapping[str, Any], path: Path | None = None) -> Migration:
     """
     name = path or "the configuration"
     if (algorithm := algorithm_of(config)) is None:
-        raise ConfigError(f"{name} trains by none of {', '.join(ALGORITHMS)}; those are what is converted")
+        raise ConfigError(f"{name} is not a file for one of {', '.join(ALGORITHMS)}; only those are converted")
     if not is_nemo_rl(config):
         raise ConfigError(f"{name} has none of the keys that only NeMo-RL has; use it as it is")
     for section in _SECTIONS:
         if not isinstance(config.get(section, {}), Mapping):
-            raise ConfigError(f"{name}: {section} is no mapping; write the section's keys below it")
+            raise ConfigError(f"{name}: {section} is not a mapping; write the section's keys below it")
     draft = Draft(
         theirs=config,
         ours=copy.deepcopy(_exemplar(algorithm)),
@@ -125,7 +125,7 @@ def _exemplar(algorithm: str) -> dict[str, Any]:
 
 
 def _leave_out_what_is_off(draft: Draft) -> None:
-    """Ignore sections of backends and features that are off: nothing reads their values, there or here."""
+    """Ignore sections of backends and features that are off: neither NeMo-RL nor this package reads them."""
     backends = ("policy.dtensor_cfg", "policy.megatron_cfg")
     off = [name for name in backends if draft.has(name) and not draft.get(f"{name}.enabled")]
     if draft.has("policy.generation") and not draft.samples:
@@ -143,7 +143,7 @@ def _leave_out_what_is_off(draft: Draft) -> None:
 
 
 def rule_for(path: str) -> Rule | None:
-    """The most exact rule about a key of NeMo-RL, or None."""
+    """Return the rule with the longest matching pattern for a key of NeMo-RL, or None."""
     for rules in (SAME, RENAMED, IGNORED, FEATURES):
         if path in rules:
             return rules[path]
@@ -154,7 +154,7 @@ def rule_for(path: str) -> Rule | None:
 
 
 def is_converted(path: str) -> bool:
-    """Whether a function accounts for a key of NeMo-RL."""
+    """Tell whether a function accounts for a key of NeMo-RL."""
     return any(matches(pattern, path) for conversion in CONVERSIONS for pattern in conversion.keys)
 
 
@@ -190,7 +190,7 @@ def _off(draft: Draft, path: str, value: Any, values: Sequence[Any], feature: st
 
 
 def _fill(draft: Draft) -> None:
-    """Set keys that only this package has: by a rule if there is one, else as in our exemplar."""
+    """Set keys that only this package has: by a rule, or as in our exemplar."""
     for path, (source, reason) in FOLLOWS.items():
         if path not in draft.written and at(draft.ours, path, _ABSENT) is not _ABSENT:
             draft.fill(path, at(draft.ours, source), reason)
@@ -200,7 +200,7 @@ def _fill(draft: Draft) -> None:
             draft.fill(path, value, reason)
     sizes = ("policy.dtensor_cfg.tensor_parallel_size", "policy.dtensor_cfg.context_parallel_size")
     if any(draft.number(size, 1) > 1 for size in sizes):
-        draft.fill("policy.dtensor_cfg.torch_compile", False, "layers that are split are not compiled")
+        draft.fill("policy.dtensor_cfg.torch_compile", False, "layers that are split over devices are not compiled")
     written = tuple(f"{path}." for path in draft.written)
     for path, _ in leaves(draft.ours):
         if path not in draft.written and not path.startswith(written):

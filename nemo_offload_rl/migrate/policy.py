@@ -34,7 +34,7 @@ def _cluster(draft: Draft) -> None:
     engine_gpus = gpus if engine_gpus is None and nodes > 1 else engine_gpus
     engine_nodes = 1 if engine_nodes is None and nodes == 1 else engine_nodes
     if engine_gpus is None or engine_nodes is None:
-        draft.missing(f"{where}.resources", "engines of their own without a size")
+        draft.missing(f"{where}.resources", "engines with their own devices but without a size")
         return
     trainer = (nodes, gpus - engine_gpus) if nodes == 1 else (nodes - engine_nodes, gpus)
     draft.convert("cluster.num_nodes", trainer[0], note)
@@ -60,7 +60,7 @@ def _vllm_kwargs(draft: Draft) -> None:
         if name == "kv_cache_memory_bytes":
             draft.rename(key, "policy.generation.vllm_cfg.kv_cache_memory_gib", draft.number(key, 0) / 2**30, "in GiB")
         elif name in _KERNELS:
-            draft.ignore(key, "which kernels compute, not what; vLLM chooses")
+            draft.ignore(key, "chooses kernels; here vLLM chooses them")
         elif name in ALLOWED and name not in REFUSED and name not in OWN_KEYS:
             kept[name] = value
         else:
@@ -75,7 +75,7 @@ def _vllm_kwargs(draft: Draft) -> None:
 def _top(draft: Draft) -> None:
     for name in ("top_p", "top_k", "val_top_p", "val_top_k"):
         key = f"policy.generation.{name}"
-        draft.keep_unless(draft.get(key) == -1, key, None, "null is all")
+        draft.keep_unless(draft.get(key) == -1, key, None, "null keeps all")
 
 
 @converts("policy.megatron_cfg.defer_fp32_logits")
@@ -96,7 +96,7 @@ def _divisible(draft: Draft) -> None:
         if megatron.get("sequence_parallel"):
             pieces *= draft.number("policy.megatron_cfg.tensor_model_parallel_size", 1)
     if int(given) % pieces:
-        draft.convert(key, math.lcm(int(given), pieces), "rows are padded to a multiple of the parts that devices get")
+        draft.convert(key, math.lcm(int(given), pieces), "devices share each row in equal parts")
     else:
         draft.keep(key, given)
 
@@ -120,17 +120,17 @@ def _routers(draft: Draft) -> None:
         return
     given, without_experts = draft.get(kind), has_experts(model) is False
     if given in ("none", None) or without_experts:
-        note = "off" if given in ("none", None) else "is about experts, and the model has none"
+        note = "off" if given in ("none", None) else "the model has no experts"
         draft.convert(kind, "none", note) if given not in ("none",) else draft.keep(kind, "none")
         if draft.has(coefficient):
-            draft.ignore(coefficient, "no auxiliary loss has a weight then")
+            draft.ignore(coefficient, "there is no auxiliary loss")
     elif draft.get(coefficient) is None:
         draft.missing(kind, "an auxiliary loss of routers whose weight is left to the model (moe_aux_loss_coeff)")
     else:
         draft.keep(kind, given)
         draft.keep(coefficient)
     if not draft.number(rate, 0) or without_experts:
-        draft.convert(rate, 0.0, "off, or about experts of a model that has none")
+        draft.convert(rate, 0.0, "off, or the model has no experts")
     elif has_expert_biases(model):
         draft.keep(rate)
     else:
@@ -145,7 +145,7 @@ def _routers(draft: Draft) -> None:
 def _optimizer(draft: Draft) -> None:
     if not draft.get("policy.dtensor_cfg.enabled", False):
         for key in ("policy.optimizer", "policy.scheduler"):
-            draft.convert(key, None, "Megatron has its own, below megatron_cfg")
+            draft.convert(key, None, "Megatron's is in megatron_cfg")
         return
     optimizer = draft.section("policy.optimizer")
     if not str(optimizer.get("name", "")).startswith("torch.optim."):
@@ -167,7 +167,7 @@ def _megatron_schedule(draft: Draft) -> None:
     if decay is not None:
         draft.keep(f"{section}.lr_decay_iters", decay)
     elif draft.get(f"{section}.lr_decay_style", "constant") == "constant":
-        note = "the rate is constant after the warm-up, so that no decay has a length"
+        note = "the rate is constant after the warm-up, so the length of the decay has no effect"
         draft.convert(f"{section}.lr_decay_iters", max(1000, warmup + 1), note)
     else:
         draft.missing(f"{section}.lr_decay_iters", "a decay over the whole run (lr_decay_iters null)")
@@ -189,8 +189,8 @@ def _adapters(draft: Draft) -> None:
         return
     # Automodel: all linear layers with the output layer, or all except excluded ones; without any key, "*_proj".
     named = ["*"] if draft.get(every, False) or draft.get(f"{section}.exclude_modules") else ["*_proj"]
-    draft.convert(target, named, "the layers that Automodel takes, the output layer among them")
-    draft.convert(every, False, "leaves the output layer out here")
+    draft.convert(target, named, "the layers that Automodel adapts, including the output layer")
+    draft.convert(every, False, "true would leave out the output layer here")
 
 
 @converts(reads="policy.hf_config_overrides.rope_scaling")
@@ -201,12 +201,12 @@ def _rope(draft: Draft) -> None:
     if "rope_theta" in draft.section(key):
         draft.rename(key, ours, dict(draft.section(key)), "the name of transformers 5")
     else:
-        draft.missing(key, "rope_scaling without rope_theta, which stays config.json's there")
+        draft.missing(key, "rope_scaling without rope_theta (NeMo-RL keeps that of config.json)")
 
 
 @converts("policy.dtensor_cfg.env_vars policy.dtensor_cfg.env_vars.*")
 def _dtensor_environment(draft: Draft) -> None:
-    section, reason = "policy.dtensor_cfg.env_vars", "residency decides here how memory is allocated"
+    section, reason = "policy.dtensor_cfg.env_vars", "residency controls the CUDA allocator here"
     _environment(draft, section, ("PYTORCH_CUDA_ALLOC_CONF",), reason, "environment variables of DTensor workers")
 
 
@@ -228,10 +228,10 @@ def _environment(draft: Draft, section: str, prefixes: tuple[str, ...], reason: 
         else:
             draft.missing(f"{section}.{name}", feature)
     if draft.has(section) and not draft.get(section):
-        draft.ignore(section, "sets none")
+        draft.ignore(section, "sets no variable")
 
 
-_SAME_NUMBERS = "the same numbers, with other memory"
+_SAME_NUMBERS = "the same numbers, other memory use"
 
 
 @converts("policy.dtensor_cfg.cpu_offload")
@@ -240,9 +240,9 @@ def _host_held(draft: Draft) -> None:
     if not draft.get(key):
         draft.keep(key, False)
         return
-    note = f"optimizer states are on the host outside of their step; parameters stay on devices: {_SAME_NUMBERS}"
+    note = f"optimizer states are on the host except around their step; parameters stay on devices: {_SAME_NUMBERS}"
     draft.convert(key, False, note)
-    draft.fill(ours, True, "in place of cpu_offload")
+    draft.fill(ours, True, "replaces cpu_offload")
 
 
 @converts(
@@ -251,19 +251,19 @@ def _host_held(draft: Draft) -> None:
 def _splits(draft: Draft) -> None:
     key = "policy.dtensor_cfg.sequence_parallel"
     if draft.get(key) and draft.number("policy.dtensor_cfg.tensor_parallel_size", 1) == 1:
-        draft.convert(key, False, "layers are not split, so there is nothing to split the sequence between")
+        draft.convert(key, False, "has no effect without tensor parallelism")
     else:
         draft.keep(key, bool(draft.get(key)))
     pieces, again = "policy.dtensor_cfg.context_parallel_size", "policy.dtensor_cfg.activation_checkpointing"
     packs = bool(draft.get("policy.sequence_packing.enabled"))
     if packs and draft.get("policy.dtensor_cfg.enabled") and draft.number(pieces, 1) > 1:
         draft.convert(pieces, 1, f"packed rows are not split over devices: {_SAME_NUMBERS}")
-        draft.convert(again, True, "in place of rows that are split")
+        draft.convert(again, True, "replaces the splitting of rows")
     else:
         draft.keep(pieces, draft.number(pieces, 1))
     copies = "policy.dtensor_cfg.dp_replicate_size"
     if draft.has(copies):
-        draft.ignore(copies, f"parameters are split over all devices here, not over groups of them: {_SAME_NUMBERS}")
+        draft.ignore(copies, f"parameters are sharded over all devices here, not over groups: {_SAME_NUMBERS}")
 
 
 @converts("policy.megatron_cfg.use_fused_linear_logprobs")
@@ -273,7 +273,7 @@ def _fused_logprobs(draft: Draft) -> None:
         return
     if draft.get(key) and draft.number(ours) is None:
         size = draft.number("policy.megatron_cfg.fused_linear_logprobs_chunk_size", 256)
-        draft.convert(ours, size, "in place of fused logprobs, which never hold all logits either")
+        draft.convert(ours, size, "replaces the fused kernel, which never holds all logits either")
     draft.ignore(key, "a kernel that computes the same logprobs")
 
 
@@ -282,11 +282,11 @@ def _dispatcher(draft: Draft) -> None:
     key = "policy.megatron_cfg.moe_token_dispatcher_type"
     experts = draft.number("policy.megatron_cfg.expert_model_parallel_size", 1)
     is_other = draft.get(key) == "flex" or (draft.get(key) == "allgather" and experts > 1)
-    draft.keep_unless(is_other, key, "alltoall", "another way for tokens to their experts, with the same numbers")
+    draft.keep_unless(is_other, key, "alltoall", "another way to send tokens to their experts; the same numbers")
 
 
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
-# Names of published models, and the type in the config.json of each, by their model cards; the first one counts.
+# Patterns of names of published models, and `model_type` in their config.json; the first that matches counts.
 _TYPES = (
     (r"Qwen3-\d+B-A\d+B|Qwen3-235B", "qwen3_moe"),
     (r"Qwen3-[\d.]+B", "qwen3"),
@@ -313,7 +313,7 @@ _WITHOUT_EXPERTS = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "gemma3", "
 
 
 def model_type(model_name: object) -> str | None:
-    """`model_type` of a local folder's config.json or of a published model; None if it is unknown."""
+    """Return `model_type` of a local folder's config.json or of a published model; None if it is unknown."""
     if not isinstance(model_name, str):
         return None
     config = Path(model_name).expanduser() / "config.json"
@@ -324,7 +324,7 @@ def model_type(model_name: object) -> str | None:
 
 
 def has_experts(model_name: object) -> bool | None:
-    """Whether a local folder or a known family has experts; None if that is unknown."""
+    """Tell whether a local folder or a known family has experts; None if that is unknown."""
     if isinstance(model_name, str) and (config := Path(model_name).expanduser() / "config.json").is_file():
         values = json.loads(config.read_text(encoding="utf-8"))
         return any(values.get(key) for key in _EXPERT_KEYS)
@@ -332,12 +332,12 @@ def has_experts(model_name: object) -> bool | None:
 
 
 def has_expert_biases(model_name: object) -> bool:
-    """Whether a local folder or a published model is known to choose experts with expert biases."""
+    """Tell whether a local folder or a published model is known to choose experts with expert biases."""
     return model_type(model_name) in _WITH_EXPERT_BIASES
 
 
 def is_trained(model_name: object, backend: str) -> bool:
-    """Whether a model is known to be of a family that a backend trains.
+    """Tell whether a model is known to be of a family that a backend trains.
 
     Args:
         model_name: A folder, or a name of the hub.

@@ -1,4 +1,4 @@
-"""The outcome of each key of a NeMo-RL file, as one table and as comments of our YAML."""
+"""Outcome of each key of a NeMo-RL file, as a table and as comments in our YAML."""
 
 from __future__ import annotations
 
@@ -61,19 +61,19 @@ class Report:
         self.rows.append(Row(outcome, theirs, ours, note))
 
     def of(self, outcome: Outcome) -> list[Row]:
-        """The rows of one outcome."""
+        """Return the rows with one outcome."""
         return [row for row in self.rows if row.outcome is outcome]
 
     @property
     def missing(self) -> dict[str, list[str]]:
-        """Features that the file uses and this package lacks, with the keys that turn them on."""
+        """Features that the file uses and this package lacks, each with the keys that turn it on."""
         found: dict[str, list[str]] = {}
         for row in self.of(Outcome.MISSING):
             found.setdefault(row.note, []).append(row.theirs)
         return found
 
     def render(self) -> str:
-        """The table: one line for each reason, the keys that share it together."""
+        """Render the table: one line for each reason, with all keys that have it."""
         lines = [line for outcome in Outcome for line in self._section(outcome)]
         width = max((len(left) for left, _ in lines), default=0)
         return "\n".join(f"{left:<{min(width, 76)}}  {right}".rstrip() for left, right in lines)
@@ -103,7 +103,7 @@ def _names(row: Row) -> str:
 
 
 def listed(names: Sequence[str]) -> list[str]:
-    """The first names, and how many more there are."""
+    """Return the first names, and how many more there are."""
     names = list(dict.fromkeys(names))
     if len(names) <= _MAX_LISTED:
         return names
@@ -111,7 +111,7 @@ def listed(names: Sequence[str]) -> list[str]:
 
 
 def render_yaml(config: Mapping[str, Any], report: Report, source: str) -> str:
-    """The whole configuration; keys that were converted, renamed or filled in by a rule have a comment.
+    """Render the whole configuration; keys that were converted, renamed or filled in by a rule have a comment.
 
     Args:
         config: Our keys.
@@ -119,7 +119,7 @@ def render_yaml(config: Mapping[str, Any], report: Report, source: str) -> str:
         source: The name of NeMo-RL's file, for the first line.
     """
     notes = {
-        row.ours: f"{row.theirs} there" if row.outcome is Outcome.RENAMED and not row.note else row.note
+        row.ours: f"{row.theirs} in NeMo-RL" if row.outcome is Outcome.RENAMED and not row.note else row.note
         for row in report.rows
         if row.outcome in (Outcome.CONVERTED, Outcome.RENAMED, Outcome.FILLED) and not row.note.startswith("as ")
     }
@@ -144,14 +144,14 @@ def _lines(section: Mapping[str, Any], notes: Mapping[str, str], prefix: str = "
 
 def _scalar(value: Any) -> str:
     if isinstance(value, float) and math.isfinite(value):
-        # YAML reads 5e-06 as text: its numbers have a point.
+        # YAML 1.1 reads 5e-06 as text, 5.0e-06 as a number.
         text = repr(value)
         return text.replace("e", ".0e") if "e" in text and "." not in text else text
     return yaml.safe_dump(_with_floats(value), default_flow_style=True, width=math.inf).removesuffix("\n...\n").rstrip()
 
 
 def _with_floats(value: Any) -> Any:
-    """A copy without shared lists, which YAML would write as anchors."""
+    """Copy nested values, so that YAML writes no anchors for shared lists."""
     if isinstance(value, Mapping):
         return {key: _with_floats(inner) for key, inner in value.items()}
     return [_with_floats(inner) for inner in value] if isinstance(value, list | tuple) else value

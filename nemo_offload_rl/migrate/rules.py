@@ -1,7 +1,7 @@
-"""Rules from the keys of a NeMo-RL file (commit 7ea279abf) to ours: data only.
+"""Rules from the keys of a NeMo-RL file (commit 7ea279abf) to ours, as data.
 
-A pattern is a dotted key; `.*` at its end stands for everything below. The most exact pattern applies. Conversions that
-need several keys are functions (`draft.converts`); a key that no rule names is an error, never dropped.
+A pattern is a dotted key; `.*` at its end stands for all keys below. The longest pattern that matches applies.
+Conversions that need several keys are functions (`draft.converts`). A key without a rule is an error.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Ignored:
 
 @dataclass(frozen=True)
 class Off:
-    """The key is harmless at some values; at any other it turns a feature on that is not available here.
+    """The key is harmless with some values; with any other it turns on a feature that is not available here.
 
     Attributes:
         values: Harmless values.
@@ -183,15 +183,15 @@ RENAMED: Mapping[str, Rule] = {
     ),
     "policy.generation.vllm_cfg.enable_prefix_caching": Renamed("policy.generation.vllm_kwargs.enable_prefix_caching"),
     "policy.generation.vllm_cfg.expose_http_server": Renamed(
-        "policy.generation.vllm_cfg.expose_http_server", "on 127.0.0.1, theirs on every address"
+        "policy.generation.vllm_cfg.expose_http_server", "on 127.0.0.1; NeMo-RL's listens on every address"
     ),
 }
 
 _OTHER_ENGINE = "settings of an engine that is not in use"
-_NOT_READ = "NeMo-RL does not read it either, where the feature is off"
+_NOT_READ = "not read by NeMo-RL either while the feature is off"
 _TRANSPORT = "a setting of transport, which changes no result"
 _MEMORY = "changes memory or speed only"
-_WATCHING = "measures the run and changes nothing in it; residency/* and memory/* are logged here"
+_WATCHING = "only measures the run; residency/* and memory/* are logged here"
 
 IGNORED: Mapping[str, Rule] = {
     **_ignored(
@@ -246,7 +246,7 @@ IGNORED: Mapping[str, Rule] = {
         *_in("policy.generation.vllm_cfg", "reset_encoder_cache_after_weight_update skip_tokenizer_init"),
     ),
     **_ignored(
-        "micro-batches add up to the same gradient in whatever order they are packed",
+        "the gradient does not depend on how rows are packed into micro-batches",
         "policy.sequence_packing.algorithm",
         "policy.sequence_packing.microbatch_order",
     ),
@@ -263,21 +263,22 @@ IGNORED: Mapping[str, Rule] = {
         ),
         *_in("grpo", "stop_at_validation_threshold reward_penalties.*"),
     ),
-    **_ignored("one implementation is here for both", "policy.dtensor_cfg._v2"),
+    **_ignored("there is one implementation here", "policy.dtensor_cfg._v2"),
     **_ignored(
-        "the reference is computed where its KL has a weight, there and here",
+        "reference logprobs are computed if and only if their KL has a weight, as in NeMo-RL",
         "grpo.skip_reference_policy_logprobs_calculation",
     ),
     **_ignored(
-        "a checkpoint is continued with its schedule", "policy.megatron_cfg.scheduler.override_opt_param_scheduler"
+        "a resumed run continues the schedule of its checkpoint",
+        "policy.megatron_cfg.scheduler.override_opt_param_scheduler",
     ),
     **_ignored(
         "checkpoints have one format here; save_consolidated writes safetensors",
         "checkpointing.model_save_format",
         "policy.megatron_cfg.checkpoint.ckpt_assume_constant_structure",
     ),
-    **_ignored("NeMo-RL reads it in PPO alone", "loss_fn.positive_example_nll_weight"),
-    **_ignored("is 1 in any case where no data set names another", "data.num_prompts_per_dataloader"),
+    **_ignored("NeMo-RL reads it in PPO only", "loss_fn.positive_example_nll_weight"),
+    **_ignored("is 1 unless a data set says otherwise", "data.num_prompts_per_dataloader"),
 }
 FEATURES: Mapping[str, Rule] = {
     # Another way to run.
@@ -367,7 +368,7 @@ ABSENT: Mapping[str, Any] = {
     "dpo.val_period": 25,
     "dpo.val_at_end": False,
 }
-"""NeMo-RL's defaults of keys that its file may leave out, where they differ from our exemplar or a function asks."""
+"""NeMo-RL's defaults of keys that its file may leave out, if ours differ or a conversion reads them."""
 
 _WEIGHT_DECAY = "policy.megatron_cfg.optimizer.weight_decay"
 FOLLOWS: Mapping[str, tuple[str, str]] = {
@@ -390,19 +391,19 @@ FOLLOWS: Mapping[str, tuple[str, str]] = {
 
 
 FILLS: Mapping[str, tuple[Any, str]] = {
-    "grpo.max_token_mult_prob_error": (None, "there is no such limit there"),
-    "distillation.max_token_mult_prob_error": (None, "there is no such limit there"),
-    "policy.sequence_packing.enabled": (False, "off where it is not in the file"),
-    "policy.dynamic_batching.enabled": (False, "off where it is not in the file"),
-    "policy.offload_optimizer_states_for_logprob": (False, "off where it is not in the file"),
-    "policy.megatron_cfg.enabled": (False, "off where it is not in the file"),
-    "policy.dtensor_cfg.enabled": (False, "off where it is not in the file"),
-    "data.add_bos": (True, "the default there"),
-    "data.add_eos": (True, "the default there"),
-    "dpo.label_smoothing": (0.0, "there is none there"),
-    "dpo.precompute_reference_logprobs": (False, "computed in each step there too"),
-    "policy.optimizer.decay_norm_and_bias": (True, "torch's optimizer is given all parameters alike there"),
-    "logger.numbered_runs": (True, "exp_001, exp_002 and so on below log_dir, as there"),
-    "checkpointing.async_save": (False, "off where it is not in the file"),
+    "grpo.max_token_mult_prob_error": (None, "NeMo-RL has no such limit"),
+    "distillation.max_token_mult_prob_error": (None, "NeMo-RL has no such limit"),
+    "policy.sequence_packing.enabled": (False, "off in NeMo-RL if left out"),
+    "policy.dynamic_batching.enabled": (False, "off in NeMo-RL if left out"),
+    "policy.offload_optimizer_states_for_logprob": (False, "off in NeMo-RL if left out"),
+    "policy.megatron_cfg.enabled": (False, "off in NeMo-RL if left out"),
+    "policy.dtensor_cfg.enabled": (False, "off in NeMo-RL if left out"),
+    "data.add_bos": (True, "NeMo-RL's default"),
+    "data.add_eos": (True, "NeMo-RL's default"),
+    "dpo.label_smoothing": (0.0, "NeMo-RL has none"),
+    "dpo.precompute_reference_logprobs": (False, "NeMo-RL computes them in each step too"),
+    "policy.optimizer.decay_norm_and_bias": (True, "NeMo-RL decays all parameters"),
+    "logger.numbered_runs": (True, "exp_001, exp_002, ... in log_dir, as in NeMo-RL"),
+    "checkpointing.async_save": (False, "off in NeMo-RL if left out"),
 }
 """Our key, its value, and the reason."""

@@ -1,8 +1,8 @@
-"""The families of models that are trained: one record each, with facts that `transformers` cannot tell.
+"""Records of the families of models that are trained, with facts that `transformers` does not have.
 
-A model itself tells where its layers, its embedding and its head are, and how tensor parallelism splits them; its
-config.json has its sizes (`shape.py`). The records tell which backends train a family, and which settings they refuse.
-Rules read them before Ray starts.
+The model itself has its layers, embedding and head, and how tensor parallelism splits them; its config.json has its
+sizes (`shape.py`). A record has the backends that train a family, and the settings that they refuse. Rules read the
+records before Ray starts.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from nemo_offload_rl.models.rope import rope_type, rotated_parts, uncomputed_rop
 from nemo_offload_rl.models.windows import ModelConfig
 
 DTENSOR, MEGATRON = "dtensor", "megatron"
-_DRAWS = ("dropout", "drop", "pdrop", "jitter_noise")  # how keys of random numbers in training end
+_DRAWS = ("dropout", "drop", "pdrop", "jitter_noise")  # ends of keys for random changes in training
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A setting of config.json for which a backend would compute another function than the model's.
+    """A setting of config.json with which a backend would compute something else than the model.
 
     Attributes:
         key: Its name.
-        accepted: Values that are trained; None stands for a config.json without the key too.
+        accepted: Values that are trained; None also stands for a config.json without the key.
         reason: The text after the value in the message.
-        refused: Instead of `accepted`: the only values that are not trained.
+        refused: If given, the only values that are not trained; `accepted` is then not read.
     """
 
     key: str
@@ -36,7 +36,7 @@ class Refusal:
     refused: tuple[object, ...] = ()
 
     def problem(self, config: ModelConfig) -> str | None:
-        """The reason to refuse a model, or None."""
+        """Return the reason to refuse a model, or None."""
         value = config.get(self.key)
         if value not in self.refused if self.refused else value in self.accepted:
             return None
@@ -52,13 +52,13 @@ class ModelFamily:
         title: Common name of its models, for docs/reference/models.md.
         trained_by: Backends whose logprobs, gradients and exports are tested against Hugging Face.
         titles: Replaces `title` for a backend that refuses some of its models.
-        has_window: Whether a model has layers that attend to the last tokens only.
-        windows_trained_by: Those of `trained_by` that compute such layers.
+        has_window: Tells whether a model has layers that attend only to the last tokens.
+        windows_trained_by: Backends of `trained_by` that compute such layers.
         logits_divisor: Key of config.json with the divisor of the output layer's logits; None for none.
         has_expert_bias: Whether a bias of each expert takes part in choosing experts.
         activations: Values of `activation_key` that the Megatron backend and the engine compute; empty for all.
         activation_key: Key of config.json with the activation function of MLPs.
-        unsplit_by: Those of `trained_by` without tensor parallelism.
+        unsplit_by: Backends of `trained_by` without tensor parallelism.
         rotates_part: Whether partial_rotary_factor restricts rotation to the first part of each head.
         ropes_by_layer_type: Whether `rope_parameters` can have settings for each type of layers.
         scales_full_layers_only: Whether layers with a window always have plain rotary embeddings.
@@ -67,7 +67,7 @@ class ModelFamily:
         attention_softcap: The same for attention scores before the softmax.
         has_sinks: Whether the softmax of attention scores has one more, learned score for each head.
         tells_attention_bounds: Whether transformers' model tells its attention where the rows of a packed row begin.
-        refused: By backend, settings with which it does not train the family.
+        refused: By backend, the settings that it refuses.
     """
 
     model_type: str
@@ -96,29 +96,29 @@ _NOT_IN_ENGINE = "which the engine would leave out"
 _BIAS_LEFT_OUT = "whose biases that backend would leave out"
 _ATTENTION_BIAS = Refusal("attention_bias", (None, False), _BIAS_LEFT_OUT)
 _MLP_BIAS = Refusal("mlp_bias", (None, False), _BIAS_LEFT_OUT)
-_AS_MINISTRAL = Refusal("layer_types", (None,), "for which the model library takes it for a model of type ministral")
-_NORMALIZED = Refusal("norm_topk_prob", (None, True), "and that backend normalizes them")
-_SCALED = Refusal("routed_scaling_factor", (None, 1), "by which that backend alone would multiply")
-_NO_QUERY_RANK = Refusal("q_lora_rank", (), "and that backend would put a norm ahead of the queries", refused=(None, 0))
+_AS_MINISTRAL = Refusal("layer_types", (None,), "for which the model library would load it as model_type ministral")
+_NORMALIZED = Refusal("norm_topk_prob", (None, True), "but that backend normalizes the weights of experts")
+_SCALED = Refusal("routed_scaling_factor", (None, 1), "which only that backend would apply")
+_NO_QUERY_RANK = Refusal("q_lora_rank", (), "but that backend would add a norm before the queries", refused=(None, 0))
 _DEEPSEEK = (
     Refusal("attention_bias", (None, False), _NOT_IN_ENGINE),
-    Refusal("moe_layer_freq", (None, 1), "where the model library takes 1"),
-    Refusal("rope_interleave", (None, True), "where the engine takes pairs that are neighbours"),
-    Refusal("scoring_func", ("sigmoid",), "where the model library takes sigmoid"),
-    Refusal("tie_word_embeddings", (None, False), "where the engine would have two matrices"),
-    Refusal("topk_method", ("noaux_tc",), "where the model library takes noaux_tc"),
+    Refusal("moe_layer_freq", (None, 1), "but the model library takes 1"),
+    Refusal("rope_interleave", (None, True), "but the engine rotates pairs of neighbours"),
+    Refusal("scoring_func", ("sigmoid",), "but the model library takes sigmoid"),
+    Refusal("tie_word_embeddings", (None, False), "but the engine would have two matrices"),
+    Refusal("topk_method", ("noaux_tc",), "but the model library takes noaux_tc"),
 )
 _GPT_OSS = (
-    Refusal("attention_bias", (None, True), "and the engine has biases of all projections"),
-    Refusal("rms_norm_eps", (None, 1e-5), "for which the engine would take 1e-05"),
-    Refusal("tie_word_embeddings", (None, False), "where the engine would have two matrices"),
+    Refusal("attention_bias", (None, True), "but the engine has biases in all projections"),
+    Refusal("rms_norm_eps", (None, 1e-5), "but the engine takes 1e-05"),
+    Refusal("tie_word_embeddings", (None, False), "but the engine would have two matrices"),
 )
 _OLMOE = (
     Refusal("attention_bias", (None, False), _NOT_IN_ENGINE),
     Refusal("clip_qkv", (None,), _NOT_IN_ENGINE),
     Refusal("norm_topk_prob", (None, False), _NOT_IN_ENGINE),
-    Refusal("rms_norm_eps", (None, 1e-5), "for which the engine would take 1e-05"),
-    Refusal("tie_word_embeddings", (None, False), "where the engine would have two matrices"),
+    Refusal("rms_norm_eps", (None, 1e-5), "but the engine takes 1e-05"),
+    Refusal("tie_word_embeddings", (None, False), "but the engine would have two matrices"),
 )
 
 FAMILIES: Mapping[str, ModelFamily] = {
@@ -161,7 +161,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
             refused={
                 MEGATRON: (
                     _ATTENTION_BIAS,
-                    Refusal("tie_word_embeddings", (None, True), "where that backend has one matrix for both"),
+                    Refusal("tie_word_embeddings", (None, True), "but that backend has one matrix for both"),
                 )
             },
         ),
@@ -197,7 +197,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
             refused={
                 MEGATRON: (
                     _NORMALIZED,
-                    Refusal("tie_word_embeddings", (None, False), "where that backend has two matrices"),
+                    Refusal("tie_word_embeddings", (None, False), "but that backend has two matrices"),
                 )
             },
         ),
@@ -245,7 +245,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
             activations=("relu2",),
             rotates_part=True,
             refused={
-                MEGATRON: (_ATTENTION_BIAS, _MLP_BIAS, Refusal("rms_norm_eps", (None,), "where the model has norm_eps"))
+                MEGATRON: (_ATTENTION_BIAS, _MLP_BIAS, Refusal("rms_norm_eps", (None,), "but the model has norm_eps"))
             },
         ),
         ModelFamily("olmo2", "OLMo 2", (DTENSOR,)),
@@ -272,8 +272,8 @@ FAMILIES: Mapping[str, ModelFamily] = {
             (DTENSOR,),
             refused={
                 DTENSOR: (
-                    Refusal("use_sliding_window", (None, False), "whose windows the engine puts elsewhere"),
-                    Refusal("qkv_bias", (None, True), "and the engine has biases of queries, keys and values"),
+                    Refusal("use_sliding_window", (None, False), "whose windows the engine would give to other layers"),
+                    Refusal("qkv_bias", (None, True), "but the engine has biases of queries, keys and values"),
                 )
             },
         ),
@@ -308,19 +308,19 @@ FAMILIES: Mapping[str, ModelFamily] = {
 
 
 def family_of(config: ModelConfig) -> ModelFamily | None:
-    """The family of a config.json, None for an unknown one."""
+    """Return the family of a config.json; None if it is unknown."""
     return FAMILIES.get(str(config.get("model_type")))
 
 
 def refused_settings(family: ModelFamily, backend: str) -> list[str]:
-    """Settings that a backend refuses of a family that it trains, in a few words each."""
+    """List the settings that a backend refuses of a family that it trains, in a few words each."""
     refuses = family.has_window is not windows.nowhere and backend not in family.windows_trained_by
     keys = [f"`{refusal.key}`" for refusal in family.refused.get(backend, ())]
     return (["sliding windows"] if refuses else []) + keys
 
 
 def unsupported_family(config: ModelConfig, backend: str) -> str | None:
-    """The reason why a backend does not train models of this type, or None."""
+    """Return why a backend does not train models of this type, or None."""
     family = family_of(config)
     if family is not None and backend in family.trained_by:
         return None
@@ -328,17 +328,17 @@ def unsupported_family(config: ModelConfig, backend: str) -> str | None:
     inner = family_of(text) if isinstance(text, Mapping) else None
     if inner is not None and backend in inner.trained_by:
         return (
-            f"model_type {config.get('model_type')}, which reads more than text, and that backend trains the language "
-            f"model alone, a folder of model_type {inner.model_type}"
+            f"model_type {config.get('model_type')}, which reads more than text, but that backend trains only the "
+            f"language model, in a folder of model_type {inner.model_type}"
         )
     trained = ", ".join(name for name, known in FAMILIES.items() if backend in known.trained_by)
-    return f"model_type {config.get('model_type')}, and that backend trains {trained}"
+    return f"model_type {config.get('model_type')}, but that backend trains {trained}"
 
 
 def unsupported_settings(config: ModelConfig, backend: str) -> str | None:
-    """The setting that a backend refuses, with the reason, or None; the family is one that it trains."""
+    """Return the first setting that a backend refuses, and why, or None; the backend trains the family."""
     if config.get("quantization_config"):
-        return "quantization_config, and that backend reads no quantized weights"
+        return "quantization_config, but that backend reads no quantized weights"
     family = family_of(config)
     if family is None:
         return None
@@ -348,7 +348,7 @@ def unsupported_settings(config: ModelConfig, backend: str) -> str | None:
     if len(parts) > 1:
         return f"partial_rotary_factor {parts[0]} and {parts[1]}, inside and outside rope_parameters, which differ"
     if parts not in ([], [1]) and not family.rotates_part:
-        return f"partial_rotary_factor {parts[0]}, and models of its family rotate whole heads"
+        return f"partial_rotary_factor {parts[0]}, but models of its family rotate whole heads"
     if (reason := uncomputed_rope(config, by_layer_type=family.ropes_by_layer_type)) is not None:
         return reason
     if backend not in family.windows_trained_by and family.has_window(config):
@@ -358,14 +358,14 @@ def unsupported_settings(config: ModelConfig, backend: str) -> str | None:
 
 
 def has_sliding_window(config: ModelConfig, longest: int) -> bool:
-    """Whether some layers attend to the last tokens only, in rows of at most `longest` tokens."""
+    """Tell whether, in rows of up to `longest` tokens, some layers attend only to the last tokens."""
     family = family_of(config)
     has_window = (windows.by_layer if family is None else family.has_window)(config)
     return has_window and (config.get("sliding_window") or 0) < longest
 
 
 def has_plain_rope_in_windows(config: ModelConfig) -> bool:
-    """Whether layers with a sliding window have plain rotary embeddings, and the others scaled ones (OLMo 3).
+    """Tell whether layers with a sliding window have plain rotary embeddings, and others scaled ones (OLMo 3).
 
     transformers 5.12.1 scales all layers (huggingface/transformers#45945), vLLM only those with full attention, as in
     OLMo 3's training (arXiv 2512.13961): scaled in all layers it loses 4 points of MMLU (vllm-project/vllm#43419).
@@ -377,7 +377,7 @@ def has_plain_rope_in_windows(config: ModelConfig) -> bool:
 
 
 def dropout_rates(config: ModelConfig) -> dict[str, float]:
-    """Rates above 0 of dropout and other random disturbances in training, by key of config.json."""
+    """Return the rates above 0 of dropout and other random changes in training, by key of config.json."""
     rates = {name: value for name, value in config.items() if name.endswith(_DRAWS) and isinstance(value, int | float)}
     return {name: rate for name, rate in rates.items() if rate}
 
@@ -401,7 +401,7 @@ def tells_attention_bounds(config: ModelConfig) -> bool:
 
 
 def logits_divisor(config: ModelConfig) -> float:
-    """The divisor of the output layer's logits."""
+    """Return the divisor of the output layer's logits."""
     family = family_of(config)
     if family is None:
         return 1.0
@@ -411,13 +411,13 @@ def logits_divisor(config: ModelConfig) -> float:
 
 
 def logits_softcap(config: ModelConfig) -> float | None:
-    """The c of c tanh(logits / c), applied to the output layer's logits before `logits_divisor`; None for none."""
+    """Return c of c tanh(logits / c), applied to the output layer's logits before `logits_divisor`; None for none."""
     family = family_of(config)
     return None if family is None else _positive(config, family.logits_softcap)
 
 
 def attention_softcap(config: ModelConfig) -> float | None:
-    """The c of c tanh(scores / c), applied to attention scores; None for none."""
+    """Return c of c tanh(scores / c), applied to attention scores; None for none."""
     family = family_of(config)
     return None if family is None else _positive(config, family.attention_softcap)
 

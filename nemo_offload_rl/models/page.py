@@ -28,7 +28,7 @@ type Results = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 
 def table(results: Results) -> str:
-    """One line for each family and backend."""
+    """Render one line for each family and backend."""
     lines = [
         f"| {' | '.join(_COLUMNS)} |",
         f"|{'---|' * len(_COLUMNS)}",
@@ -54,7 +54,7 @@ def _line(family: ModelFamily, backend: str, results: Results) -> str:
 
 
 def _checked(seen: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    """Machines, each with the date of its oldest entry; a CPU with the version of vLLM that answered after a refit."""
+    """List the machines, each with the date of its oldest entry; for a CPU also the version of vLLM."""
     oldest: dict[str, Mapping[str, Any]] = {}
     for machine, entry in seen:
         oldest[machine] = min(oldest.get(machine, entry), entry, key=lambda one: one["date"])
@@ -65,7 +65,7 @@ def _checked(seen: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
 
 
 def with_table(page: str, results: Results) -> str:
-    """The page with its table made anew."""
+    """Return the page with a new table."""
     before, rest = page.split(BEGIN)
     _, after = rest.split(END)
     return f"{before}{BEGIN}\n\n{table(results)}\n\n{END}{after}"

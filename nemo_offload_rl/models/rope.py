@@ -1,8 +1,8 @@
-"""Rotary embeddings in config.json, and as the model library and the engine read them.
+"""Rotary embeddings in config.json, and how the model library and the engine read them.
 
 Cosine and sine are multiplied by `attention_factor`. transformers 5.12.1 reads that key; vLLM 0.25.1 has its own:
-`attn_factor` and `apply_yarn_scaling` of YaRN, `short_mscale` and `long_mscale` of LongRoPE. Each silently ignores the
-other's keys, so both get the same factor: the policy by `with_published_factor`, vLLM by `for_engine`.
+`attn_factor` and `apply_yarn_scaling` of YaRN, `short_mscale` and `long_mscale` of LongRoPE. Each ignores the other's
+keys silently. `with_published_factor` and `for_engine` give policy and engine the same factor.
 """
 
 from __future__ import annotations
@@ -22,66 +22,66 @@ _OF_ENGINES = ("attn_factor", "apply_yarn_scaling", *_MSCALES)
 
 
 def rope_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Settings of rotary embeddings: `rope_parameters`, or the older `rope_scaling`; else {}."""
+    """Return the settings of rotary embeddings: `rope_parameters`, or the older `rope_scaling`, or {}."""
     given = config.get("rope_parameters") or config.get("rope_scaling")
     return given if isinstance(given, Mapping) else {}
 
 
 def rope_type(config: Mapping[str, Any]) -> str:
-    """The type of rotary embeddings, "default" if none is set."""
+    """Return the type of rotary embeddings; `default` if none is set."""
     rope = rope_settings(config)
     return str(rope.get("rope_type") or rope.get("type") or "default")
 
 
 def each_rope(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The settings of all layers, or those of each type of layers (Gemma 3)."""
+    """List the settings of all layers, or of each type of layers (Gemma 3)."""
     rope = rope_settings(config)
     nested = [value for value in rope.values() if isinstance(value, Mapping)]
     return nested or [rope]
 
 
 def rotated_parts(config: Mapping[str, Any]) -> set[float]:
-    """All values that a config gives for the share of each head that is rotated."""
+    """Return all values that a config has for the rotated share of each head."""
     said = [config.get("partial_rotary_factor"), *(rope.get("partial_rotary_factor") for rope in each_rope(config))]
     return {part for part in said if part is not None}
 
 
 def malformed_rope(config: Mapping[str, Any]) -> str | None:
-    """The reason why the settings of rotary embeddings cannot be read, or None."""
+    """Return why the settings of rotary embeddings cannot be read, or None."""
     given = config.get("rope_parameters") or config.get("rope_scaling")
     if given and not isinstance(given, Mapping):
-        return f"rotary embeddings {given!r}, which is no mapping"
+        return f"rotary embeddings {given!r}, which is not a mapping"
     for rope in each_rope(config):
         if (kind := rope_type({"rope_parameters": rope})) not in _KNOWN:
-            return f"rope_type {kind}, which is none of transformers' {', '.join(_KNOWN)}"
+            return f"rope_type {kind}, but transformers knows {', '.join(_KNOWN)}"
         if "rope_theta" in rope and rope["rope_theta"] is None:
-            return "rope_theta null, which is the base of the frequencies"
+            return "rope_theta null, but it is the base of the frequencies"
         for key in (*_NUMBERS, *_MSCALES):
             if not isinstance(value := rope.get(key) or 0.0, int | float):
-                return f"{key} {value!r} of rotary embeddings, which is no number"
+                return f"{key} {value!r} of rotary embeddings, which is not a number"
     return None
 
 
 def uncomputed_rope(config: Mapping[str, Any], *, by_layer_type: bool) -> str | None:
-    """The setting of rotary embeddings that the model library does not compute, or None.
+    """Return the setting of rotary embeddings that the model library does not compute, or None.
 
     Args:
         config: The contents of a config.json.
         by_layer_type: Whether the family's models read settings for each type of layers.
     """
     if _is_by_layer_type(config) and not by_layer_type:
-        return "rotary embeddings by layer type, which the model library does not read in its family"
+        return "rotary embeddings by layer type, which the model library does not read for its family"
     for rope in each_rope(config):
         if (value := rope.get("extrapolation_factor")) not in (None, 1):
-            return f"extrapolation_factor {value} of rotary embeddings, where the model library takes 1"
+            return f"extrapolation_factor {value} of rotary embeddings, but the model library takes 1"
         short, long = (rope.get(key) for key in _MSCALES)
         if short != long:
-            return f"short_mscale {short} and long_mscale {long}, where the model library has one for all rows"
+            return f"short_mscale {short} and long_mscale {long}, but the model library has one for all rows"
     return None
 
 
 def attention_factor(config: Mapping[str, Any], rope: Mapping[str, Any]) -> float:
-    """The published factor of cosine and sine for one `rope` of `each_rope`."""
+    """Return the published factor of cosine and sine for one `rope` of `each_rope`."""
     if (given := rope.get("attention_factor")) is not None:
         return float(given)
     kind = rope_type({"rope_parameters": rope})
@@ -102,7 +102,7 @@ def attention_factor(config: Mapping[str, Any], rope: Mapping[str, Any]) -> floa
 
 
 def with_published_factor(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Settings with which transformers computes the published factor of a complete config; None if it does anyway."""
+    """Return settings with which transformers computes the published factor; None if the config's own do."""
 
     def complete(rope: Mapping[str, Any]) -> Mapping[str, Any]:
         if rope.get("attention_factor") is not None or all(rope.get(key) is None for key in _OF_ENGINES):
@@ -114,7 +114,7 @@ def with_published_factor(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def for_engine(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Settings with which vLLM computes the published factor of a complete config; None without a factor."""
+    """Return settings with which vLLM computes the published factor; None if the config's own do."""
     is_latent = bool(config.get("kv_lora_rank"))
 
     def translated(rope: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -137,12 +137,12 @@ def for_engine(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def is_usual_factor(config: Mapping[str, Any], rope: Mapping[str, Any]) -> bool:
-    """Whether YaRN's attention factor follows from its scaling factor alone."""
+    """Tell whether YaRN's attention factor is the one that follows from its scaling factor."""
     return math.isclose(attention_factor(config, rope), _yarn_scale(_factor(config, rope)))
 
 
 def _changed(config: Mapping[str, Any], change: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> dict[str, Any]:
-    """The settings with each of `each_rope` changed."""
+    """Return the settings with each of `each_rope` changed."""
     rope = rope_settings(config)
     if _is_by_layer_type(config):
         return {key: change(value) if isinstance(value, Mapping) else value for key, value in rope.items()}
@@ -158,7 +158,7 @@ def _attn_factor(rope: Mapping[str, Any]) -> float:
 
 
 def _factor(config: Mapping[str, Any], rope: Mapping[str, Any]) -> float:
-    """The ratio of the longest row to that of the first training."""
+    """Return the ratio of the longest row to the longest row of the first training."""
     if (given := rope.get("factor")) is not None:
         return float(given)
     original = _original_length(config, rope)
@@ -166,35 +166,35 @@ def _factor(config: Mapping[str, Any], rope: Mapping[str, Any]) -> float:
 
 
 def _original_length(config: Mapping[str, Any], rope: Mapping[str, Any]) -> float:
-    """Tokens of a row in the first training; 2 if the config does not tell."""
+    """Return the tokens of the longest row of the first training; 2 if the config does not say."""
     key = "original_max_position_embeddings"
     return _length(config, key) or _length(rope, key) or _length(config, "max_position_embeddings") or 2.0
 
 
 def _length(settings: Mapping[str, Any], key: str) -> float | None:
-    """A number of tokens above 1; None for other values, which the model library refuses or replaces."""
+    """Return a number of tokens above 1; None for other values, which the model library refuses or replaces."""
     value = settings.get(key)
     return float(value) if isinstance(value, int | float) and value > 1 else None
 
 
 def _yarn_scale(factor: float, scale: float = 1.0) -> float:
-    """YaRN's (arXiv 2309.00071) scale of attention for longer rows, as DeepSeek has it with `mscale`."""
+    """Compute YaRN's scale of attention for longer rows (arXiv 2309.00071), with DeepSeek's `mscale`."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
 def changing_rope_type(config: Mapping[str, Any], longest: int) -> str | None:
-    """The type of a model's rotary embeddings if their frequencies depend on the longest row of a batch, else None.
+    """Return the type of rotary embeddings if their frequencies depend on the longest row of a batch, else None.
 
     Args:
         config: The contents of a config.json.
-        longest: Tokens of the longest possible row; some frequencies change beyond `unchanged_length` only.
+        longest: Tokens of the longest possible row; frequencies change only beyond `unchanged_length`.
     """
     kind = rope_type(config)
     return kind if kind in _CHANGING and longest > unchanged_length(config) else None
 
 
 def unchanged_length(config: Mapping[str, Any]) -> int:
-    """Tokens up to which rows have the same rotary frequencies if `changing_rope_type` is not None; else 0."""
+    """Return the row length in tokens up to which frequencies stay the same; 0 if there is none."""
     key = "original_max_position_embeddings"
     if rope_type(config) in _LONG:
         return int(config.get(key) or rope_settings(config).get(key) or 0)
@@ -202,18 +202,18 @@ def unchanged_length(config: Mapping[str, Any]) -> int:
 
 
 def has_fixed_base(config: Mapping[str, Any]) -> bool:
-    """Whether type `dynamic` means a fixed larger base of the frequencies, as with Hunyuan's `alpha`.
+    """Tell whether type `dynamic` means a larger but fixed base of the frequencies, as with Hunyuan's `alpha`.
 
-    transformers and vLLM multiply the base by a power of it for rows of any length, up to the model's positions.
+    transformers and vLLM multiply the base by a power of `alpha` for rows of any length, up to the model's positions.
     """
     is_hunyuan = config.get("model_type") == "hunyuan_v1_dense"
     return is_hunyuan and rope_type(config) == "dynamic" and bool(rope_settings(config).get("alpha"))
 
 
 def older_rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The contents of `rope_parameters` in keys for readers before transformers 5; {} without any.
+    """Return `rope_parameters` as keys that transformers 4 reads; {} if there are none.
 
-    If layer types have separate settings, those readers take base and scaling of full attention, and
+    If layer types have separate settings, transformers 4 reads base and scaling of full attention, and
     `rope_local_base_freq` for layers with a window.
     """
     given = config.get("rope_parameters")
@@ -234,5 +234,5 @@ def older_rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_rotary_base(rope_parameters: object) -> bool:
-    """Whether settings that replace a model's own include the base of its frequencies."""
+    """Tell whether settings that replace a model's own have the base of the frequencies."""
     return isinstance(rope_parameters, Mapping) and rope_parameters.get("rope_theta") is not None

@@ -1,7 +1,7 @@
-"""Settings of models that vLLM 0.25.1 and `transformers` compute differently; runs with an engine are refused for them.
+"""Settings of models that vLLM 0.25.1 and `transformers` compute differently; runs with an engine refuse them.
 
-A refit finds tensors that the engine lacks or has in addition to the model's. These settings it would not find, or only
-after the start of all processes: the engine would sample from another function than the one that is trained.
+With such a setting the engine would sample from another function than the one that is trained. A refit only notices
+tensors that one side lacks, and only after all processes have started.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from nemo_offload_rl.models.rope import (
 from nemo_offload_rl.models.windows import ModelConfig
 
 _LEFT_OUT = "which the engine would leave out"
-_ADDED = "for which the engine would add biases that the model has not"
+_ADDED = "for which the engine would add biases that the model does not have"
 _BIASES_LEFT_OUT = Refusal("attention_bias", (None, False), _LEFT_OUT)
 _BIASES_ADDED = Refusal("attention_bias", (None, False), _ADDED)
-_ONE_MATRIX = Refusal("tie_word_embeddings", (None, True), "where the engine has one matrix for both")
-_TWO_MATRICES = Refusal("tie_word_embeddings", (None, False), "where the engine would have two matrices")
+_ONE_MATRIX = Refusal("tie_word_embeddings", (None, True), "but the engine has one matrix for both")
+_TWO_MATRICES = Refusal("tie_word_embeddings", (None, False), "but the engine would have two matrices")
 _ROPE_OF_ENGINE = ("mrope_section", "rope_dim", "use_fope")  # of vLLM's `get_rope`
 
 SETTINGS: Mapping[str, tuple[Refusal, ...]] = {
@@ -54,7 +54,7 @@ SETTINGS: Mapping[str, tuple[Refusal, ...]] = {
 
 
 def unserved(config: ModelConfig, longest: int) -> str | None:
-    """The first setting that the engine computes differently, with the reason, or None.
+    """Return the first setting that the engine computes differently, and how, or None.
 
     Args:
         config: The contents of a config.json.
@@ -73,7 +73,7 @@ def unserved(config: ModelConfig, longest: int) -> str | None:
 
 
 def longest_served(config: ModelConfig) -> float | None:
-    """Tokens of a row above which vLLM does not start (its `_get_and_verify_max_len`); None if unknown."""
+    """Return the most tokens of a row with which vLLM starts (its `_get_and_verify_max_len`); None if unknown."""
     longest, factor = config.get("max_position_embeddings"), 1.0
     if longest is None or config.get("model_max_length") is not None:
         return None
@@ -88,20 +88,20 @@ def longest_served(config: ModelConfig) -> float | None:
 
 
 def _window(config: ModelConfig, family: ModelFamily, longest: int) -> str | None:
-    """Problem of windows: the engine gives `sliding_window` to all layers, except if `layer_types` differ."""
+    """Check windows: the engine gives `sliding_window` to all layers, unless `layer_types` differ."""
     if family.has_sinks and not windows.in_turns(config):
-        return "layer_types other than sliding_attention and full_attention in turns, which the engine takes them to be"
+        return "layer_types other than sliding_attention and full_attention in turns, which is what the engine assumes"
     types = config.get("layer_types")
     if not windows.is_used(config):
         return None
     size = config["sliding_window"]
     if not family.has_window(config) and size < longest:
-        return f"sliding_window {size} without a layer that has it, and the engine would give it to layers all the same"
+        return f"sliding_window {size} that no layer has, but the engine would give it to some"
     if family.model_type in ("qwen2", "qwen3") and windows.in_some_layers(config):
-        return "layers with and without a sliding window, which the engine does not serve of its family"
+        return "layers with and without a sliding window, which the engine does not serve for its family"
     differ = types is not None and len(set(types)) > 1
     if family.model_type in ("mixtral", "phi3", "starcoder2") and differ and size < longest:
-        return "layer_types that differ, by which the engine would give some layers no window, the model library all"
+        return "layer_types that differ: the engine would give only some layers a window, the model library all"
     return None
 
 
@@ -113,22 +113,22 @@ def _activation(config: ModelConfig, family: ModelFamily) -> str | None:
 
 
 def _rotary(config: ModelConfig, family: ModelFamily) -> str | None:
-    """Problem of rotary embeddings, apart from the attention factor, which the engine gets (`rope.for_engine`)."""
+    """Check rotary embeddings; the engine gets their attention factor from `rope.for_engine`."""
     if family.model_type == "gpt_oss":
         if rope_type(config) != "yarn":
-            return f"rope_type {rope_type(config)}, where the engine knows yarn alone for its family"
+            return f"rope_type {rope_type(config)}, but the engine knows only yarn for its family"
         if not is_usual_factor(config, rope_settings(config)):
             factor = attention_factor(config, rope_settings(config))
             return f"rope_type yarn with an attention factor of {factor:g}, {_LEFT_OUT}"
     if family.model_type == "glm" and (part := rotated_parts(config) - {0.5}):
-        return f"partial_rotary_factor {part.pop()}, and the engine rotates half of each head in its family"
+        return f"partial_rotary_factor {part.pop()}, but the engine rotates half of each head in its family"
     for rope in each_rope(config):
         if read := [key for key in _ROPE_OF_ENGINE if rope.get(key) is not None]:
-            return f"{read[0]} of rotary embeddings, which the engine alone would read"
+            return f"{read[0]} of rotary embeddings, which only the engine would read"
         if rope_type({"rope_parameters": rope}) == "proportional":
-            return "rope_type proportional, which the engine has otherwise than the model library"
+            return "rope_type proportional, which the engine and the model library compute differently"
         if config.get("kv_lora_rank") and rope.get("truncate") is False:
             return f"truncate false of rotary embeddings, {_LEFT_OUT}"
         if config.get("kv_lora_rank") and rope.get("apply_yarn_scaling") is False:
-            return "apply_yarn_scaling false, for which the engine would scale attention scores otherwise"
+            return "apply_yarn_scaling false, for which the engine would scale attention scores differently"
     return None

@@ -1,4 +1,4 @@
-"""The sizes of a model, from its config.json."""
+"""Sizes of a model, from its config.json."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _NUM_SHARED_EXPERTS = ("num_shared_experts", "n_shared_experts")
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder; None for one that config.json leaves to the model library's default.
+    """Sizes of a decoder; None for a size that config.json leaves to the model library's default.
 
     Attributes:
         head_dim: Size of queries and keys; values of latent attention (DeepSeek-V3) have another.
         num_experts: Experts of each mixture-of-experts layer, without shared ones; 0 in a dense model.
-        num_active_experts: Those of them that a token goes through.
-        num_shared_experts: Further experts that every token goes through.
+        num_active_experts: Experts that each token is sent to.
+        num_shared_experts: Further experts that get every token.
     """
 
     num_layers: int | None
@@ -35,9 +35,9 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelShape:
-        """The sizes that a config.json has."""
+        """Read the sizes of a config.json."""
         hidden_size, num_heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
-        if config.get("kv_lora_rank"):  # its `head_dim`, if there is one, is that of the rotated part alone
+        if config.get("kv_lora_rank"):  # `head_dim`, if given, is the size of the rotated part only
             parts = _size(config, "qk_nope_head_dim"), _size(config, "qk_rope_head_dim")
             head_dim = None if None in parts else sum(part for part in parts if part is not None)
         elif (head_dim := _size(config, "head_dim")) is None and hidden_size and num_heads:
@@ -57,7 +57,7 @@ class ModelShape:
 
 
 def _size(config: Mapping[str, Any], name: str) -> int | None:
-    """A size of the file; None for anything but a whole number, which the model library refuses by name."""
+    """Return a size of the file; None unless it is a whole number (the model library refuses other values)."""
     value = config.get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 

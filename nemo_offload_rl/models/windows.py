@@ -1,4 +1,4 @@
-"""Sliding windows of a config.json, as the model library reads them for each family."""
+"""Sliding windows in config.json, as the model library reads them for each family."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ type ModelConfig = Mapping[str, Any]
 
 
 def is_used(config: ModelConfig, *, if_absent: bool = False) -> bool:
-    """Whether `sliding_window` counts: Qwen's families drop it without `use_sliding_window`.
+    """Tell whether `sliding_window` has an effect: Qwen's families ignore it without `use_sliding_window`.
 
     Args:
         config: The contents of a config.json.
-        if_absent: The answer if the file leaves the size to the model library's default.
+        if_absent: The result if the file leaves the size to the model library's default.
     """
     if str(config.get("model_type")).startswith("qwen") and not config.get("use_sliding_window"):
         return False
@@ -46,7 +46,7 @@ def by_layer(config: ModelConfig) -> bool:
 
 
 def in_some_layers(config: ModelConfig) -> bool:
-    """Whether a model of such a family has both layers with and without a window."""
+    """Tell whether a model of such a family has both layers with and layers without a window."""
     if config.get("layer_types") is not None:
         return len(set(config["layer_types"])) > 1
     return by_layer(config) and (config.get("max_window_layers") or 0) > 0
@@ -59,6 +59,6 @@ def unless_types_say_no(config: ModelConfig) -> bool:
 
 
 def in_turns(config: ModelConfig) -> bool:
-    """Whether layers with and without a window alternate, as in gpt-oss by default."""
+    """Tell whether layers with and without a window alternate, as in gpt-oss by default."""
     types, turns = config.get("layer_types"), ("sliding_attention", "full_attention")
     return types is None or list(types) == [turns[layer % 2] for layer in range(len(types))]

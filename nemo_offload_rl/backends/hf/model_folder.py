@@ -105,8 +105,8 @@ def read_model_config(model_name: str) -> dict[str, Any]:
     path = find_file(model_name, "config.json")
     if path is None and is_hub_name(model_name):
         raise UserError(
-            f"policy.model_name={model_name} is no folder, and neither the model hub nor its cache has a config.json "
-            "of it; check the name and the network, or give the folder of a downloaded model"
+            f"policy.model_name={model_name} is not a folder, and neither the model hub nor its cache has its "
+            "config.json; check the name and the network, or give the folder of a downloaded model"
         )
     if path is None:
         exports = [path.parent for name in ("hf", "step_*/hf") for path in Path(model_name).glob(f"{name}/config.json")]

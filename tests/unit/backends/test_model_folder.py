@@ -19,7 +19,7 @@ def test_a_complete_folder_and_a_model_that_the_hub_has_pass(model_folder, tmp_p
     check_model_folder(str(model_folder))
     fill_hub_cache(monkeypatch, tmp_path, "Qwen/Qwen2.5-1.5B", model_folder)
     check_model_folder("Qwen/Qwen2.5-1.5B")
-    with pytest.raises(UserError, match=r"policy\.model_name=Qwen/Qwen2\.5 is no folder, and neither the model hub"):
+    with pytest.raises(UserError, match=r"policy\.model_name=Qwen/Qwen2\.5 is not a folder, and neither the model hub"):
         check_model_folder("Qwen/Qwen2.5")
 
 

@@ -121,7 +121,7 @@ BROKEN: dict[str, list[tuple[list[str], str, dict[str, Any] | None]]] = {
             {**DENSE, "rope_parameters": {**YARN, "partial_rotary_factor": 0.5}},
         ),
         ([], "by layer type, which the", {**DENSE, "rope_parameters": {"full_attention": YARN}}),
-        ([], "has rotary embeddings 'yarn', which is no mapping", {**DENSE, "rope_scaling": "yarn"}),
+        ([], "has rotary embeddings 'yarn', which is not a mapping", {**DENSE, "rope_scaling": "yarn"}),
         (["+policy.hf_config_overrides.attention_bias=true"], "has attention_bias true, whose biases", DENSE),
     ],
     "fused_rotary_embeddings_have_no_factor": [

@@ -54,9 +54,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({}, "model_type None"),
     ({**LLAMA, "architectures": ["LlamaForSequenceClassification"]}, "no causal language model"),
     ({**LLAMA, "quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-    ({**LLAMA, "rope_scaling": "linear"}, "rotary embeddings 'linear', which is no mapping"),
-    ({**LLAMA, "rope_scaling": {"type": "ntk"}}, "rope_type ntk, which is none of transformers' default, linear,"),
-    ({**LLAMA, "rope_parameters": {"rope_theta": None}}, "rope_theta null, which is the base of the frequencies"),
+    ({**LLAMA, "rope_scaling": "linear"}, "rotary embeddings 'linear', which is not a mapping"),
+    ({**LLAMA, "rope_scaling": {"type": "ntk"}}, "rope_type ntk, but transformers knows default, linear,"),
+    ({**LLAMA, "rope_parameters": {"rope_theta": None}}, "rope_theta null, but it is the base of the frequencies"),
 ]
 ACCEPTED: list[dict[str, Any]] = [
     LLAMA,
@@ -334,7 +334,7 @@ def test_a_model_of_a_hub_is_judged_by_what_the_cache_has(tmp_path: Path, monkey
         load_grpo_config(CPU, ["policy.model_name=some/phimoe"])
     # What was never used is not known by rules: the run looks once more, before Ray.
     config = load_grpo_config(CPU, ["policy.model_name=some/unknown"])
-    with pytest.raises(UserError, match="is no folder, and neither the model hub nor its cache"):
+    with pytest.raises(UserError, match="is not a folder, and neither the model hub nor its cache"):
         check_model(config.worker)
 
 

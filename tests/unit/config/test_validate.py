@@ -142,7 +142,10 @@ def test_the_megatron_section_may_be_deleted() -> None:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("grpo.val_start_at=-1", "grpo.val_start_at: unknown key; grpo has "),  # not val_at_start, which is no number
+        (
+            "grpo.val_start_at=-1",
+            "grpo.val_start_at: unknown key; grpo has ",
+        ),  # not val_at_start, which is not a number
         ("grpo.val_at_strat=true", "did you mean grpo.val_at_start?"),
         (
             "policy.dtensor_cfg.lora_cfg.lora_A_init_method=xavier",

@@ -38,7 +38,7 @@ def test_the_yaml_that_is_written_reads_back_as_the_configuration_with_its_notes
     text = render_yaml(migration.config, migration.report, "their.yaml")
     assert yaml.safe_load(text) == migration.config
     assert text.startswith("# From NeMo-RL's their.yaml,")
-    assert "  # policy.offload_optimizer_for_logprob there\n" in text
+    assert "  # policy.offload_optimizer_for_logprob in NeMo-RL\n" in text
     assert "policy.sequence_packing.algorithm" in text.partition("\n\n")[0]
 
 

@@ -230,7 +230,7 @@ def test_our_own_files_are_not_taken_for_theirs():
         assert not is_nemo_rl(config)
         with pytest.raises(ConfigError, match="none of the keys that only NeMo-RL has"):
             migrate(config)
-    with pytest.raises(ConfigError, match="trains by none of grpo, distillation, sft, dpo"):
+    with pytest.raises(ConfigError, match="is not a file for one of grpo, distillation, sft, dpo"):
         migrate({"ppo": {}, "grpo": {}})
 
 
@@ -447,7 +447,7 @@ def test_what_counts_of_a_message_depends_on_whether_the_prompt_has_the_speakers
          "rollouts that may fail (max_generation_failures)"),
         ("grpo", {"policy__generation__vllm_cfg__env_vars": {"A": "b"}}, "environment variables of the engine"),
         ("grpo", {"policy__hf_config_overrides": {"rope_scaling": {"rope_type": "linear", "factor": 2}}},
-         "rope_scaling without rope_theta, which stays config.json's there"),
+         "rope_scaling without rope_theta (NeMo-RL keeps that of config.json)"),
         ("grpo", {"grpo__use_dynamic_sampling": True},
          "dynamic sampling that drops single responses, whose leave-one-out deviation is 0"),
         ("grpo", {**MOE, "policy__megatron_cfg__moe_router_load_balancing_type": "aux_loss"},

@@ -71,15 +71,19 @@ def test_a_plan_with_an_unknown_style_or_none_is_refused_by_name(model_type: str
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
-        ("deepseek_v3", {"topk_method": None}, "topk_method null, where the model library takes noaux_tc"),
-        ("deepseek_v3", {"scoring_func": "softmax"}, 'scoring_func "softmax", where the model library takes sigmoid'),
-        ("gpt_oss", {"attention_bias": False}, "attention_bias false, and the engine has biases of all projections"),
+        ("deepseek_v3", {"topk_method": None}, "topk_method null, but the model library takes noaux_tc"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, 'scoring_func "softmax", but the model library takes sigmoid'),
+        ("gpt_oss", {"attention_bias": False}, "attention_bias false, but the engine has biases in all projections"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv 8.0, which the engine would leave out"),
         ("olmoe", {"norm_topk_prob": True}, "norm_topk_prob true, which the engine would leave out"),
-        ("olmoe", {"rms_norm_eps": 1e-6}, "rms_norm_eps 1e-06, for which the engine would take 1e-05"),
-        ("olmoe", {"tie_word_embeddings": True}, "tie_word_embeddings true, where the engine would have two matrices"),
-        ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window true, whose windows the engine puts elsewhere"),
-        ("qwen2_moe", {"qkv_bias": False}, "qkv_bias false, and the engine has biases of queries, keys and values"),
+        ("olmoe", {"rms_norm_eps": 1e-6}, "rms_norm_eps 1e-06, but the engine takes 1e-05"),
+        ("olmoe", {"tie_word_embeddings": True}, "tie_word_embeddings true, but the engine would have two matrices"),
+        (
+            "qwen2_moe",
+            {"use_sliding_window": True},
+            "use_sliding_window true, whose windows the engine would give to other layers",
+        ),
+        ("qwen2_moe", {"qkv_bias": False}, "qkv_bias false, but the engine has biases of queries, keys and values"),
     ],
 )
 def test_what_of_a_family_is_not_trained_is_refused_by_its_key(name: str, changes: dict[str, Any], words: str) -> None:
@@ -149,7 +153,11 @@ def test_what_the_engine_computes_alike_is_served() -> None:
             "for which the model library takes it for a model of type m",
         ),
         ("llama", {"rope_parameters": YARN | {"extrapolation_factor": 0.5}}, "extrapolation_factor 0.5 of rotary emb"),
-        ("llama", {"rope_parameters": YARN | {"factor": "4"}}, "factor '4' of rotary embeddings, which is no number"),
+        (
+            "llama",
+            {"rope_parameters": YARN | {"factor": "4"}},
+            "factor '4' of rotary embeddings, which is not a number",
+        ),
         ("olmo3", {"rope_parameters": dict.fromkeys(TURNS, YARN)}, "rotary embeddings by layer type, which the model"),
         ("phi3", {"rope_parameters": YARN | {"short_mscale": 1.1}}, "short_mscale 1.1 and long_mscale None, where"),
         ("olmo3", {"sliding_window": None}, "layer_types with sliding_attention, but no sliding_window that is used"),

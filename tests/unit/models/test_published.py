@@ -23,7 +23,7 @@ def test_settings_like_those_of_a_published_model_are_refused_by_nothing(name):
     for backend in FAMILIES[config["model_type"]].trained_by:
         expected = None
         if (name, backend) == ("moonlight", MEGATRON):  # whose row of the page says DeepSeek-V3 alone
-            expected = "q_lora_rank null, and that backend would put a norm ahead of the queries"
+            expected = "q_lora_rank null, but that backend would add a norm before the queries"
         assert unsupported_settings(config, backend) == expected
 
 
