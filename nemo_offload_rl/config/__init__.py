@@ -1,4 +1,4 @@
-"""Checks and converts the configuration of a run; `runs.loading` calls these in order.
+"""Checks and converts the configuration of a run; `runs.loading` takes these steps, in order.
 
 1. `utils.config.load_config` reads, inherits, overrides and resolves.
 2. `validate.validate_keys` checks every key by itself (pydantic, unknown keys forbidden) and makes the sections.

@@ -32,9 +32,9 @@ class Algorithm:
 
     Attributes:
         name: Its section in a YAML file and the end of its launch script's name.
-        keys: The class of all its keys.
+        keys: The class with all of its keys.
         rules: Rules between keys.
-        convert: Makes a run's configuration from checked keys and the plain dictionaries that they came from.
+        convert: Makes a run's configuration from checked keys and the plain dictionaries that they come from.
         trains: The run updates a policy.
     """
 
@@ -45,7 +45,7 @@ class Algorithm:
     trains: bool = True
 
     def check(self, resolved: Mapping[str, Any]) -> Any:
-        """Check every key by itself, then the rules between them.
+        """Check every key by itself, then the rules between keys.
 
         Args:
             resolved: Plain dictionaries: the file with its defaults and overrides.

@@ -30,7 +30,7 @@ from nemo_offload_rl.utils.sockets import listening
 
 
 def to_grpo_config(cfg: GrpoMasterConfig, resolved: Mapping[str, Any]) -> GrpoConfig:
-    """Make a run's configuration from one that passed `validate_keys` and `check_rules`, and its plain dictionaries."""
+    """Make a run's configuration from checked keys, and the plain dictionaries that they come from."""
     return _of_run(GrpoConfig, cfg, resolved, worker=grpo_worker(cfg.policy, cfg.grpo.seed), engine=_engine(cfg))
 
 
@@ -56,12 +56,12 @@ def _engine(cfg: RolloutMasterConfig) -> VllmSettings:
 
 
 def teacher_model(worker: PolicySettings, teacher: TeacherConfig) -> PolicySettings:
-    """Make a teacher's settings from the policy's: with the teacher's keys, without adapters and optimizer."""
+    """Make a teacher's settings: the policy's with the teacher's keys, without adapters and optimizer."""
     size = teacher.dtensor_cfg.tensor_parallel_size
     dtensor = replace(
         worker.dtensor_cfg,
         tensor_parallel_size=size,
-        expert_parallel_size=1,  # a teacher of another family may have no experts, or others
+        expert_parallel_size=1,  # a teacher of another family may have no experts, or another number
         context_parallel_size=1,  # without gradients there are few activations
         sequence_parallel=False,
         torch_compile=worker.dtensor_cfg.torch_compile and size == 1,
@@ -114,7 +114,7 @@ def to_dpo_config(cfg: DpoMasterConfig, resolved: Mapping[str, Any]) -> DpoConfi
 
 
 def to_eval_config(cfg: EvalMasterConfig, resolved: Mapping[str, Any]) -> EvalConfig:
-    """Make the configuration of an evaluation; a checkpoint becomes its model folder, for the tokenizer too.
+    """Make the configuration of an evaluation; the name of a checkpoint becomes that of its model folder.
 
     Raises:
         ConfigError: There is no model in the checkpoint.
@@ -134,10 +134,10 @@ def to_eval_config(cfg: EvalMasterConfig, resolved: Mapping[str, Any]) -> EvalCo
 
 
 def model_folder(name: str) -> str:
-    """Return the Hugging Face folder that a name stands for: `hf/` of a checkpoint, or of the newest of several.
+    """Return the Hugging Face folder for a name: `hf/` of a checkpoint, or of the newest one in a folder.
 
     Raises:
-        ConfigError: A folder is neither a model nor a checkpoint that has one.
+        ConfigError: A folder is neither a model nor a checkpoint with a model.
     """
     folder = Path(name)
     if not folder.is_dir() or (folder / "config.json").is_file():
@@ -159,13 +159,13 @@ def model_folder(name: str) -> str:
 
 
 def _of_run[Config](target: type[Config], cfg: Any, resolved: Mapping[str, Any], **more: Any) -> Config:
-    """Make a run's configuration from its keys, filled-in data sets, plain dictionaries for its records, and `more`."""
+    """Make a run's configuration: its keys, data sets with all their keys, the dictionaries for records, and `more`."""
     data = with_task_keys(cast("type[Any]", type(cfg.data)), resolved["data"])
     return extend(target, cfg, data=data, resolved=as_written(resolved), **more)
 
 
 def with_task_keys[Data](kind: type[Data], data: Mapping[str, Any]) -> Data:
-    """Make the section `data`, of `kind`; every data set takes keys that it does not set from `data.default`."""
+    """Make the section `data`, of `kind`; each data set takes keys that it leaves out from `data.default`."""
     default = {key: value for key, value in data["default"].items() if key in keys_of(TaskKeys)}
 
     def fill(source: Any) -> Any:

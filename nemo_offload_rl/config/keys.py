@@ -1,4 +1,4 @@
-"""Every documented key of a configuration section, for messages and for the generated reference."""
+"""Lists the documented keys of a configuration section, for messages and for the generated reference."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class KeyDoc:
     Attributes:
         path: Dotted name; `[]` stands for a list index and `NAME` for a free key.
         values: Allowed values, in words.
-        description: Purpose and unit; None when it was forgotten (a test forbids it).
-        is_section: True when other keys are below it.
+        description: Purpose and unit; None if it was forgotten (a test forbids it).
+        is_section: Other keys are below it.
         variant: The data set or entry kind that the key belongs to, if there are several.
-        default: The default value, in a tuple of its own; () without one.
-        is_required: A file must set it; false for a key with a default, and for one whose absence has a meaning.
+        default: The default value as the only entry of a tuple; () if there is none.
+        is_required: A file must set it: it has no default, and its absence has no meaning.
     """
 
     path: str

@@ -1,4 +1,4 @@
-"""Checks types, limits and unknown keys with pydantic, and reports each problem in one line."""
+"""Checks types, limits and unknown keys with pydantic; reports up to three problems in one line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ USELESS_KEYS: Mapping[str, str] = {
         "offloaded state shares one pinned buffer"
     ),
 }
-# A key of one section is no suggestion for a key of the other: only one of the two is in use.
+# Only one of the two sections is in use, so a key of one is never suggested for a key of the other.
 _EXCLUDE_EACH_OTHER = (("dtensor_cfg", "megatron_cfg"), ("megatron_cfg", "dtensor_cfg"))
 
 
@@ -51,7 +51,7 @@ def validate_keys[Config](raw: Mapping[str, Any], schema: type[Config]) -> Confi
 
 
 def missing_key_message(schema: type, raw: Mapping[str, Any], path: str, value: Any) -> str:
-    """Compose the message on an override of a key that the configuration does not have.
+    """Compose the message for an override of a key that the configuration does not have.
 
     Args:
         schema: As for `validate_keys`.
@@ -117,7 +117,7 @@ def _takes(schema: type, raw: Mapping[str, Any] | None, path: str) -> bool:
         from_mapping(schema, raw)
     except ValidationError as error:
         errors = [(_path(e["loc"], raw), e["type"]) for e in error.errors(include_url=False)]
-        # A section that is no mapping, or of an unknown kind, hides the problems below it.
+        # A section that is not a mapping, or of an unknown kind, hides the problems below it.
         return not any(
             at == path or at.startswith(f"{path}.") or (path.startswith(f"{at}.") and kind != "missing")
             for at, kind in errors

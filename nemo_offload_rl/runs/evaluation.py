@@ -2,7 +2,7 @@
 
 1. Configuration, model folder and data are checked before Ray starts.
 2. The engine loads the model's own weights; there is no policy and no refit.
-3. Prompts are asked in batches: `num_tests_per_prompt` responses to each, and a greedy one with `eval.greedy`.
+3. The engine answers batches of prompts: `num_tests_per_prompt` responses to each, and a greedy one with `eval.greedy`.
 4. Results are printed, and written with all responses and an HTML page.
 """
 
@@ -49,7 +49,7 @@ type Results = dict[str, dict[str, float | None]]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Sampled responses in groups of `num_tests_per_prompt`, and greedy ones or None; `votes` asks for cons@k."""
+    """Sampled responses in groups of `num_tests_per_prompt`, and greedy ones or None; with `votes` also cons@k."""
 
     sampled: RolloutBatch
     greedy: RolloutBatch | None

@@ -1,6 +1,6 @@
 """Builds the parts of an SFT or DPO run, runs it, and takes it down.
 
-The user's input, data and their lengths included, is checked before Ray starts.
+All input is checked before Ray starts, including the lengths of the data.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def run_dpo(
 @contextmanager
 def ray_policy(config: SupervisedConfig, keep_reference: bool, starting: Starting = nullcontext) -> Iterator[Policy]:
     """Start policy workers on the Ray cluster that `config.cluster` describes; `starting` shows what is waited for."""
-    # Imported late, because Ray takes seconds to import: bad input is refused before.
+    # Imported late, since Ray takes seconds to import and bad input should be refused first.
     from nemo_offload_rl.distributed.policy_group import start_policy
     from nemo_offload_rl.distributed.virtual_cluster import cluster_session
 

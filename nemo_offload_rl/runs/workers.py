@@ -1,11 +1,11 @@
-"""The processes of a run with rollouts: policy workers and engines, on shared or separate devices.
+"""Starts the processes of a run with rollouts: policy workers and engines, on shared or separate devices.
 
 On shared devices:
 1. The engines start first, since vLLM measures the free memory, and go to sleep. Meanwhile the policy's processes
    import their libraries.
-2. The policy is built into the free memory and leaves the devices.
+2. The policy is built in the free memory, and leaves the devices.
 3. The first refit wakes the engines.
-Before engines are restarted, the policy leaves the devices, as for every generation. They sleep until the next refit.
+The policy also leaves the devices before engines restart; new engines sleep until the next refit.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class GrpoWorkers:
             The result of `owners` after the restart.
 
         Raises:
-            UserError: `error`, if it is not the engines' or no restart is left; or the error of the last restart.
+            UserError: `error`, if engines did not raise it or no restart is left; or the error of the last restart.
         """
         while True:
             if not self.engine.group.has_raised(error) or not self._num_restarts_left:
@@ -103,7 +103,7 @@ class GrpoWorkers:
             self.engine.finish_generation(discard_weights=True)
 
     def _introduce(self) -> None:
-        """Tell new engines the names of all processes; on separate GPUs, also connect them with the policy's rank 0."""
+        """Give new engines the names of all processes; on separate GPUs, also connect them with the policy's rank 0."""
         if self._cluster.settings.device_type == "cuda" and not self._colocated:
             host, port = self._cluster.rendezvous()
             address = RefitGroupAddress(host, port, 1 + self.engine.num_devices)
@@ -128,7 +128,7 @@ def grpo_workers(
         teacher: A frozen model in each policy worker; None for none.
         starting: Shows what is waited for.
     """
-    # Imported late, because Ray takes seconds to import: bad input is refused before.
+    # Imported late, since Ray takes seconds to import and bad input should be refused first.
     from nemo_offload_rl.distributed.generation_engine import RayGenerationEngine
     from nemo_offload_rl.distributed.policy_group import start_policy
     from nemo_offload_rl.distributed.virtual_cluster import cluster_session

@@ -1,4 +1,4 @@
-"""Command lines of the launch scripts. Imports the standard library only, so that `--help` answers at once."""
+"""Command lines of the launch scripts. Imports only the standard library, so that `--help` answers at once."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ def stop_signals_blocked() -> Iterator[None]:
 
 
 class LastLines(str):
-    """A note of the exception that ends a run, printed last: where its results are and how to go on."""
+    """A note on the exception that ends a run, printed last: where its results are and how to continue."""
 
 
 @contextmanager
 def ending_process() -> Iterator[None]:
-    """Give the process the end that fits how a script, the body, ends.
+    """End the process as the body, a script, ends: with the right last lines and exit status.
 
     A `UserError` becomes one line on standard error and status 2, an interrupt the line `interrupted` and status 130,
     another signal, such as SIGTERM, a line with its name and status 128 + its number. Everything else is a bug and
@@ -116,7 +116,7 @@ def set_up_logging(level: int = logging.INFO) -> None:
 
 
 class _StandardErrorHandler(logging.StreamHandler[TextIO]):
-    """Looks up standard error for each record: a visible progress bar puts its own stream there."""
+    """Writes each record to the current `sys.stderr`, which a progress bar replaces while it is visible."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr

@@ -1,4 +1,4 @@
-"""From a YAML file and command-line overrides to a plain resolved dictionary.
+"""Reads a YAML file and command-line overrides into a plain dictionary without interpolations.
 
 1. Read the file and the files that its `defaults:` name (a path or a list), parents first, later wins. A path is
    relative to the file; a name that is not there is looked up in the package's `EXEMPLARS`. A mapping with
@@ -7,8 +7,8 @@
 2. Apply overrides in Hydra's grammar, in order: `a.b=c`, `+a.b=c`, `++a.b=c`, `~a.b`. For a key that takes only text,
    the value is what is written after the first `=`, unless it is `null` or in quotes. Any other value that Hydra can
    read only in quotes, such as `a=b` or `später`, is text too.
-3. Resolve OmegaConf interpolations, with the resolvers `add`, `mul`, `div` and `max`. Text that comes from the
-   environment (`oc.env`) keeps its interpolation (`FromEnvironment`), so that no record of a run holds a secret.
+3. Resolve OmegaConf interpolations, with the resolvers `add`, `mul`, `div` and `max`. Text from the environment
+   (`oc.env`) remembers its interpolation (`FromEnvironment`), so that records of a run hold no secrets.
 
 Every failure raises `ConfigError` with one line. `nemo_offload_rl.config` checks the meaning of keys afterwards.
 """
@@ -46,7 +46,7 @@ _SHORTEST_SECRET = 8  # a shorter value is found in other text by chance
 _is_marking: ContextVar[bool] = ContextVar("is_marking", default=False)
 
 type MissingKeyMessage = Callable[[dict[str, Any], str, Any], str]
-"""Makes the hint for the user from the unresolved configuration, a key that it lacks and the value for it."""
+"""Composes a message from the unresolved configuration, a key that it does not have and the value for it."""
 
 
 def load_config(
@@ -61,9 +61,9 @@ def load_config(
     Args:
         source: The YAML file, or a dictionary of its sections, whose `defaults` are relative to the working directory.
         overrides: Hydra overrides, applied in order; or values by dotted key, which replace the present ones.
-        missing: Makes the message for an override of a missing key; None knows the keys of the file alone.
-        fill: Sets keys that are left out, in nested dictionaries with unresolved interpolations; before the overrides,
-            which may change them, and after, where an override has made a section.
+        missing: Composes the message for an override of a missing key; by default from the keys of the file.
+        fill: Sets keys that are left out, in nested dictionaries with unresolved interpolations. Called before the
+            overrides, which may change these keys, and after them, for sections that they add.
         takes_text: Tells whether a dotted key takes text and no other kind of value, apart from null.
 
     Returns:
@@ -99,12 +99,12 @@ def _filled(config: DictConfig, fill: Callable[[dict[str, Any]], None] | None) -
 
 
 def load_unresolved(path: str | Path) -> DictConfig:
-    """A file with its `defaults:`, interpolations unresolved."""
+    """Read a file with its `defaults:`, without resolving interpolations."""
     return _load_with_defaults(Path(path), seen=())
 
 
 def nearest_keys(name: str, known: Iterable[str]) -> list[str]:
-    """The dotted keys that a misspelt or misplaced `name` may mean, the likeliest first.
+    """List the dotted keys that a misspelt or misplaced `name` may mean, the likeliest first.
 
     In this order: very similar names in the same section, the same name in other sections, similar names in the same
     section, very similar names anywhere.
@@ -125,23 +125,23 @@ def nearest_keys(name: str, known: Iterable[str]) -> list[str]:
 
 
 def nearest_key(name: str, known: Iterable[str]) -> str | None:
-    """The first of `nearest_keys`, or None."""
+    """Return the first of `nearest_keys`, or None."""
     return next(iter(nearest_keys(name, known)), None)
 
 
 def unknown_key_message(name: str, known: Iterable[str], accepts: Callable[[str], bool] = lambda key: True) -> str:
-    """One line that an unknown dotted key `name` gets: the nearest key, or the keys of its section.
+    """Compose one line on an unknown dotted key: with the nearest key, or the keys of its section.
 
     Args:
         name: The key.
         known: All keys.
-        accepts: Whether a key may have the value that was given to `name`; others are not suggested.
+        accepts: Tells whether a key may have the value given to `name`; others are not suggested.
     """
     known = list(known)
     if name in known:
         section = name.rpartition(".")[0]
         return (
-            f"{name}: not a key of the kind that this {section} is; leave it out, or replace the section as a whole: "
+            f"{name}: a key of another kind of {section} than this one; leave it out, or replace the whole section: "
             f"`_override_: true` in a file, `~{section} +{section}={{...}}` on the command line"
         )
     if (nearest := next(filter(accepts, nearest_keys(name, known)), None)) is not None:
@@ -156,7 +156,7 @@ def unknown_key_message(name: str, known: Iterable[str], accepts: Callable[[str]
 
 
 def flatten_keys(config: Any, prefix: str = "") -> Iterator[str]:
-    """Dotted names of every key in nested dictionaries, sections included."""
+    """Yield the dotted names of all keys in nested dictionaries, sections included."""
     if isinstance(config, dict):
         for key, value in config.items():
             yield f"{prefix}{key}"
@@ -179,17 +179,17 @@ def _register_resolvers() -> None:
 
 
 def _environment(name: str, *default: Any) -> Any:
-    """OmegaConf's own resolver; while `_marked` runs, a variable that is set stays an interpolation."""
+    """Resolve like OmegaConf; but while `_marked` runs, keep the interpolation of a variable that is set."""
     if _is_marking.get() and name in os.environ:
         return f"${{oc.env:{','.join(str(part) for part in (name, *default))}}}"
     return oc.env(name, *default)
 
 
 def _marked(node: DictConfig | ListConfig, resolved: Any) -> Any:
-    """The resolved configuration, with all text that depends on an environment variable as `FromEnvironment`.
+    """Return the resolved configuration with all text that depends on environment variables as `FromEnvironment`.
 
-    Such text resolves differently while variables stay interpolations, or contains a variable's secret because a shell
-    has put it there.
+    Such text resolves differently while variables stay interpolations, or contains the secret of a variable that a
+    shell has expanded.
     """
     if isinstance(resolved, dict):
         return {key: _marked_child(node, key, value) for key, value in resolved.items()}
@@ -202,7 +202,7 @@ def _marked_child(node: Any, key: Any, value: Any) -> Any:
     token = _is_marking.set(True)
     try:
         written = node[key]
-    except OmegaConfBaseException:  # a computation cannot use the text of an interpolation
+    except OmegaConfBaseException:  # a resolver that computes, such as `mul`, cannot take the text of an interpolation
         written = cast("Any", OmegaConf.to_container(node, resolve=False))[key]
     finally:
         _is_marking.reset(token)
@@ -214,7 +214,7 @@ def _marked_child(node: Any, key: Any, value: Any) -> Any:
 
 
 def without_secrets(text: str) -> str:
-    """Replace values of environment variables that are secrets by their names with interpolations."""
+    """Replace secrets in a text, the values of environment variables, by interpolations of their names."""
     for name, value in os.environ.items():
         if len(value) >= _SHORTEST_SECRET and _SECRET.search(name) and value in text:
             text = text.replace(value, f"${{oc.env:{name}}}")
@@ -299,12 +299,14 @@ def _read_yaml(path: Path) -> DictConfig:
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"{path}: cannot be read as YAML: {first_line(error)}") from error
     if not isinstance(config, DictConfig):
-        raise ConfigError(f"{path}: holds a list or a scalar; a configuration is a mapping of sections")
+        raise ConfigError(
+            f"{path}: holds a list or a single value; write a configuration, which is a mapping of sections"
+        )
     return config
 
 
 def _merge(base: DictConfig | None, over: DictConfig) -> DictConfig:
-    """`over` merged into `base`; mappings of `over` with a mark replace or remove those of `base`."""
+    """Merge `over` into `base`; mappings of `over` with a mark replace or remove those of `base`."""
     for key in _marked_paths(over, _REMOVE_MARK):
         for config in (over, base):
             parent_key, _, leaf = key.rpartition(".")
@@ -321,7 +323,9 @@ def _merge(base: DictConfig | None, over: DictConfig) -> DictConfig:
     try:
         merged = OmegaConf.merge(base, over)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{first_line(error)}; a section cannot be merged with a plain value") from error
+        raise ConfigError(
+            f"{first_line(error)}; a section and a plain value of one name cannot be merged: give both files the same"
+        ) from error
     assert isinstance(merged, DictConfig)
     return merged
 
@@ -419,7 +423,7 @@ def _text_value(parser: OverridesParser, written: str) -> str | None:
 
 
 def _quoted(text: str) -> str:
-    """The override with its value in quotes, as before the shell removed them; unchanged if the value is structured."""
+    """Put the value of an override in quotes; unchanged if it is in quotes already, or a list or mapping."""
     key, equals, value = text.partition("=")
     if not equals or value.lstrip()[:1] in {"[", "{", "'", '"'}:
         return text
@@ -429,7 +433,7 @@ def _quoted(text: str) -> str:
 
 
 def _raw_value(config: DictConfig, key: str) -> Any:
-    """The unresolved value of a key, or None."""
+    """Return the unresolved value of a key, or None."""
     node: Any = OmegaConf.to_container(config, resolve=False)
     for part in key.split("."):
         node = node.get(part) if isinstance(node, dict) else None
@@ -461,7 +465,7 @@ def _has_key(config: DictConfig, key: str) -> bool:
 
 
 def _require_section(config: DictConfig, key: str) -> None:
-    """Refuse a key below a plain value, which would be lost silently, or beyond the end of a list."""
+    """Refuse a key below a plain value, which the override would replace, or beyond the end of a list."""
     parts = key.split(".")[:-1]
     for end in range(1, len(parts) + 1):
         section = ".".join(parts[:end])
@@ -476,7 +480,7 @@ def _require_section(config: DictConfig, key: str) -> None:
                 f"{section}=[...]"
             )
         if value is not None and not isinstance(value, (DictConfig, ListConfig)):
-            raise ConfigError(f"{key}: {section} is the value {value!r}, so nothing can be below it")
+            raise ConfigError(f"{key}: {section} is the value {value!r}, so nothing can be below it; correct the key")
 
 
 # ---------------------------------------------------------------- messages

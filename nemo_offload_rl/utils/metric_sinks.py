@@ -231,8 +231,7 @@ class MlflowSink:
         except (MlflowException, OSError, ImportError) as error:  # the last where artifacts need another client
             raise ConfigError(
                 f"MLflow did not start at logger.mlflow.tracking_uri {_without_password(settings.tracking_uri)} "
-                f"({_reason(error)}); start its server, correct the address, or set "
-                "logger.mlflow_enabled to false"
+                f"({_reason(error)}); start its server, correct the address, or set logger.mlflow_enabled to false"
             ) from error
         id_file.write_text(f"{self._run_id}\n", encoding="utf-8")
 

@@ -258,7 +258,7 @@ def test_averages_label_smoothing_and_the_sft_term_change_the_loss_as_they_shoul
 
 
 def test_validation_without_data_is_refused_before_anything_is_written(folder):
-    with pytest.raises(ConfigError, match=r"validation is asked for \(sft\.val_period"):
+    with pytest.raises(ConfigError, match=r"sft\.val_period, val_at_start or val_at_end asks for validation"):
         sft(folder, "none", "data.train.split_validation_size=0.001")
     assert not (folder / "none").exists()
 

@@ -23,7 +23,7 @@ BROKEN = {
     "a_top_k_is_needed_for_what_is_outside_of_it": (
         CPU,
         ["loss_fn.zero_outside_topk=true", "distillation.topk_logits_k=null"],
-        "all of the teacher's distribution is known",
+        "which compares whole distributions",
     ),
     "the_teachers_tensor_parallel_size_divides_the_workers": (
         CPU,

@@ -41,13 +41,13 @@ LLAMA: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausa
 
 # config.json, and words of the refusal
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "phimoe"}, "model_type phimoe, and that backend trains arcee, cohere, cohere2,"),
+    ({"model_type": "phimoe"}, "model_type phimoe, but that backend trains arcee, cohere, cohere2,"),
     ({"model_type": "qwen2_vl", "text_config": {"model_type": "qwen2"}}, "model_type qwen2_vl"),
     ({"model_type": "dbrx"}, "model_type dbrx"),
     ({"model_type": "deepseek_v2"}, "model_type deepseek_v2"),
     (
         {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}},
-        "model_type gemma3, which reads more than text, and that backend trains the language model alone, a folder of "
+        "model_type gemma3, which reads more than text, but that backend trains only the language model, in a folder of "
         "model_type gemma3_text",
     ),
     ({"model_type": "nemotron_h"}, "model_type nemotron_h"),
@@ -252,7 +252,9 @@ def test_an_override_of_dropout_needs_the_key_that_trains_with_it(tmp_path: Path
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     rate = "+policy.hf_config_overrides.attention_dropout"
     overrides = [f"policy.model_name={tmp_path}", f"{rate}=0.1"]
-    with pytest.raises(ConfigError, match=r"attention_dropout is 0.1 and policy\.dropout false.*; set policy.dropout"):
+    with pytest.raises(
+        ConfigError, match=r"attention_dropout is 0.1, but policy\.dropout is false.*; set policy.dropout"
+    ):
         load_grpo_config(CPU, overrides)
     load_grpo_config(CPU, [*overrides, "policy.dropout=true"])
     load_grpo_config(CPU, [overrides[0], f"{rate}=0.0"])

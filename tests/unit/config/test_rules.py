@@ -65,14 +65,14 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
         ([f"{SERVER}.http_server_serving_chat_kwargs={{tool_parser: hermes}}"], "set that to true"),
         (
             [*SERVES, f"{SERVER}.http_server_serving_chat_kwargs={{chat_template: x}}"],
-            "known are enable_auto_tools, tool_parser, reasoning_parser",
+            "the keys are enable_auto_tools, tool_parser, reasoning_parser",
         ),
         ([*SERVES, "cluster.num_nodes=2"], "set it to 0.0.0.0, and the environment variable NEMO_OFFLOAD_RL_TOKEN"),
     ],
-    "rollouts_fit_the_policy": [(["policy.generation.vllm_cfg.max_model_len=33"], "lower it to that")],
+    "rollouts_fit_the_policy": [(["policy.generation.vllm_cfg.max_model_len=33"], "lower it to 32")],
     "engines_have_devices": [
         (["policy.generation.colocated.enabled=false"], "set both"),
-        (["policy.generation.colocated.resources.num_nodes=1"], "unset them"),
+        (["policy.generation.colocated.resources.num_nodes=1"], "set them to null"),
     ],
     "engine_fits_a_host_of_its_own": [
         (
@@ -151,7 +151,7 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
         ),
         (
             ["policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=63"],
-            "63 is below policy.max_total_sequence_length 32 rounded up to 64, so a long sequence fits no micro-batch",
+            "63 is below policy.max_total_sequence_length 32 rounded up to 64, so a long sequence would not fit a micro-batch",
         ),
     ],
     "longest_sequence_is_divisible": [(["policy.make_sequence_length_divisible_by=5"], "no multiple of")],
@@ -172,7 +172,10 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
     ],
     "every_environment_exists": [(["data.default.env_name=math"], "use one of arithmetic")],
     "weights_belong_to_a_list_of_rewards": [
-        (["+env.arithmetic.kwargs={a: 1}"], "env.arithmetic.kwargs is set, but target, whose it is, is not"),
+        (
+            ["+env.arithmetic.kwargs={a: 1}"],
+            "env.arithmetic.kwargs is set, but env.arithmetic.target, which it is for, is not",
+        ),
         (["+env.arithmetic.target=[]"], "env.arithmetic.target is an empty list"),
         (
             ["+env.arithmetic.target=a.b", "+env.arithmetic.weights=[1,2]"],
@@ -190,7 +193,10 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
         ),
     ],
     "validation_sets_are_used_whole": [
-        ([f"data.validation={KEEPS_NONE}"], "data.validation.holdout is 0, but of arithmetic only held-out problems"),
+        (
+            [f"data.validation={KEEPS_NONE}"],
+            "data.validation.holdout is 0, but validation uses only the held-out problems",
+        ),
         ([f"data.validation={HALF_A_FILE}"], "set data.validation.split_validation_size to 0"),
         (
             [f"data.validation={{dataset_name: mixture, weights: [1], datasets: [{HALF_A_FILE}]}}"],
@@ -291,7 +297,7 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
     ],
     "one_surrogate": [
         (["loss_fn.use_cispo=true", "loss_fn.disable_ppo_ratio=true"], "set all but one to false"),
-        (["loss_fn.use_cispo=true", "loss_fn.ratio_clip_c=3"], "use_cispo has no loss that the dual clip could"),
+        (["loss_fn.use_cispo=true", "loss_fn.ratio_clip_c=3"], "with use_cispo the loss has no clip"),
         (["loss_fn.disable_ppo_ratio=true", "loss_fn.ratio_clip_c=3"], "set it to null"),
         (
             [
@@ -318,7 +324,7 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
                 *("grpo.adv_estimator.name=reinforce_plus_plus", "loss_fn.use_kl_in_reward=true"),
                 "policy.generation.top_k=5",
             ],
-            "those after top_p 1 and top_k 5",
+            "that top_p 1 and top_k 5 keep",
         )
     ],
     "advantage_bounds_are_ascending": [
@@ -389,9 +395,9 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
         (["checkpointing.enabled=true", "checkpointing.metric_name=val:"], "choose one of accuracy, "),
     ],
     "loggers_have_their_sections": [
-        (["logger.wandb_enabled=true", "~logger.wandb"], "keep it or set wandb_enabled"),
-        (["logger.mlflow_enabled=true", "~logger.mlflow"], "keep it or set mlflow_enabled"),
-        (["logger.prometheus_enabled=true", "~logger.prometheus"], "keep it or set prometheus_enabled"),
+        (["logger.wandb_enabled=true", "~logger.wandb"], "add it or set wandb_enabled"),
+        (["logger.mlflow_enabled=true", "~logger.mlflow"], "add it or set mlflow_enabled"),
+        (["logger.prometheus_enabled=true", "~logger.prometheus"], "add it or set prometheus_enabled"),
     ],
     "adapters_need_whole_layers": [
         (
@@ -457,7 +463,7 @@ def test_quantized_models_are_refused_beside_an_engine(tmp_path: Path) -> None:
         return engine_weights_are_what_a_refit_brings(cfg)
 
     assert message({}) is None and message({"quantization_config": None}) is None
-    assert "has quantization_config in its config.json" in (message({"quantization_config": {"a": 1}}) or "")
+    assert "is quantized (quantization_config in its config.json)" in (message({"quantization_config": {"a": 1}}) or "")
 
 
 def test_what_is_not_available_hides_what_follows_from_it() -> None:

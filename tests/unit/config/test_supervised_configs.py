@@ -82,7 +82,7 @@ def test_a_broken_rule_ends_in_one_line_with_its_fix(name: str) -> None:
 
 
 def test_rules_of_training_hold_for_sft_and_dpo_too() -> None:
-    with pytest.raises(ConfigError, match=r"policy\.optimizer\.kwargs\.weight_decai is no argument"):
+    with pytest.raises(ConfigError, match=r"policy\.optimizer\.kwargs\.weight_decai is not an argument"):
         load_sft_config(SFT, ["+policy.optimizer.kwargs.weight_decai=1"])
     with pytest.raises(ConfigError, match=r"val:loss, but dpo\.val_period is 0"):
         load_dpo_config(DPO, ["dpo.val_period=0"])

@@ -153,7 +153,7 @@ def test_the_megatron_section_may_be_deleted() -> None:
         ),
         ("policy.dtensor_cfg.moe_router_dtype=null", "unknown key; policy.dtensor_cfg has "),
         ("policy.nonsense=1", "policy.nonsense: unknown key; policy has "),
-        ("data.train.split=a", "data.train.split: not a key of the kind that this data.train is"),
+        ("data.train.split=a", "data.train.split: a key of another kind of data.train than this one"),
         (
             "data.train.env_name=no",
             "data.train.env_name: not set by the file; write +data.train.env_name",
@@ -162,7 +162,7 @@ def test_the_megatron_section_may_be_deleted() -> None:
             "policy.optimizer.kwargs.foreach=true",
             "not set by the file; write +policy.optimizer.kwargs.foreach to add it",
         ),
-        ("data.train.datasets.0.path=x", "data.train.datasets: not a key of the kind that this data.train is"),
+        ("data.train.datasets.0.path=x", "data.train.datasets: a key of another kind of data.train than this one"),
         ("policy.scheduler.7.name=x", "policy.scheduler has 0 entries and none with the index 7; set the whole list"),
         ("policy.optimizer.kwargs.lr.x=1", "policy.optimizer.kwargs.lr is the value"),
         ("data.train.env_name=math", "not set by the file; write +data.train.env_name to add it"),
