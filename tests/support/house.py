@@ -30,7 +30,7 @@ LIMITS = {
     "imports upward": 0,
     "circles of modules": 0,
     "modules": 311,
-    "lines": 51752,
+    "lines": 51834,
     "modules under 60 lines with one importer": 1,
 }
 

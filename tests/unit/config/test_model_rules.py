@@ -47,8 +47,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "deepseek_v2"}, "model_type deepseek_v2"),
     (
         {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}},
-        "model_type gemma3, which reads more than text, but that backend trains only the language model, in a folder of "
-        "model_type gemma3_text",
+        "model_type gemma3, which reads more than text, but that backend trains only the language model, in a folder "
+        "of model_type gemma3_text",
     ),
     ({"model_type": "nemotron_h"}, "model_type nemotron_h"),
     ({}, "model_type None"),
