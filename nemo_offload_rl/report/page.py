@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
+
+import yaml
 
 from nemo_offload_rl.report.figures import (
     RESIDENCY,
@@ -17,9 +20,11 @@ from nemo_offload_rl.report.figures import (
     Stack,
     byte_unit,
     bytes_moved,
+    phase_layers,
     read_metrics,
 )
-from nemo_offload_rl.report.plot import draw, draw_memory, memory_samples, svg
+from nemo_offload_rl.report.plot import draw, draw_memory, layer_colors, memory_samples, svg
+from nemo_offload_rl.report.template import BODY, HEAD, SCRIPT, STYLE
 from nemo_offload_rl.utils.logger import SAMPLES_FOLDER
 
 _STEPS_NAMED = 5
@@ -53,10 +58,14 @@ def write_report(run_dir: Path) -> Path:
     """
     metrics = read_metrics(run_dir)
     html = render_page(
-        _BODY,
-        title=run_dir.resolve().name,
+        BODY,
+        title=title_of(run_dir),
+        folder=str(run_dir.resolve()),
         rows=summary(metrics),
+        band=band(metrics),
+        band_of="Seconds of a step, on average after the first" if len(metrics.by_step) > 2 else "Seconds of a step",
         sections=sections(run_dir, metrics),
+        script=SCRIPT,
         details=[
             ("Validation samples", _last_samples(run_dir)),
             ("Run record", _text_of(run_dir / "run.json")),
@@ -83,8 +92,56 @@ def render_page(body: str, *, title: str, style: str = "", **values: Any) -> str
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    template = environment.from_string(f"{_HEAD}{body}</body>\n</html>\n")
-    return template.render(title=title, style=f"{_STYLE}\n{style}", **values)
+    template = environment.from_string(f"{HEAD}{body}</body>\n</html>\n")
+    return template.render(title=title, style=f"{STYLE}\n{style}", **values)
+
+
+def title_of(run_dir: Path) -> str:
+    """Model, data and date of the run as far as its records have them; the folder's name if they have none."""
+    try:
+        config = yaml.safe_load(_text_of(run_dir / "config.yaml")) or {}
+        record = json.loads(_text_of(run_dir / "run.json") or "{}")
+    except (yaml.YAMLError, ValueError):
+        return run_dir.resolve().name
+    model = Path(_value(config, "policy", "model_name")).name
+    data = _value(config, "data", "train")
+    data = ", ".join(dict.fromkeys(_data_name(part) for part in data.get("datasets") or [data])) if data else ""
+    about = " on ".join(part for part in (model, data) if part)
+    return ", ".join(part for part in (about, _value(record, "started")[:10]) if part) or run_dir.resolve().name
+
+
+def _value(records: Any, *path: str) -> Any:
+    """What stands at a path of nested mappings; "" if nothing does."""
+    for key in path:
+        records = records.get(key) if isinstance(records, Mapping) else None
+    return records or ""
+
+
+def _data_name(train: Mapping[str, Any]) -> str:
+    """Name of a file or a data set of the hub, else that of the kind of data."""
+    return Path(str(train.get("path") or train.get("dataset_name") or "")).name
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of an average step: seconds, their share of the step in percent, and its color in the figure."""
+
+    label: str
+    seconds: float
+    percent: float
+    color: str
+
+
+def band(metrics: Metrics) -> list[Part]:
+    """What the time of a step goes to: means over all steps but the first, which compiles."""
+    layers = phase_layers(metrics)
+    if layers is None:
+        return []
+    first = 1 if len(layers.steps) > 1 else 0
+    colors = layer_colors(layers)
+    seconds = {label: fmean(layers.values[label][first:]) for label in colors}
+    total = sum(seconds.values())
+    return [Part(label, part, 100 * part / total, colors[label]) for label, part in seconds.items() if part > 0]
 
 
 def summary(metrics: Metrics) -> list[tuple[str, str]]:
@@ -169,75 +226,6 @@ _ROWS = (
     _Row("train/training_mfu", "MFU of training, median", _median(".1%")),
     _Row("timing/total_s", "seconds per step, median", _median(".2f")),
 )
-
-_STYLE = """\
-:root { color-scheme: light dark; --text: #1b1e23; --page: #ffffff; --line: #e3e5e8; --code: #f5f6f8; }
-@media (prefers-color-scheme: dark) {
-  :root { --text: #e4e6ea; --page: #16181c; --line: #33373d; --code: #1f2227; }
-}
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 1.5rem auto; padding: 0 1rem;
-  color: var(--text); background: var(--page); }
-h1 { font-size: 1.6rem; overflow-wrap: anywhere; }
-h2 { font-size: 1.2rem; margin: 2.5rem 0 .5rem; border-bottom: 1px solid var(--line); }
-table { border-collapse: collapse; margin: 1rem 0; }
-td { padding: .2rem 1.5rem .2rem 0; border-bottom: 1px solid var(--line); overflow-wrap: anywhere; }
-td + td { padding-right: 0; text-align: right; font-variant-numeric: tabular-nums; }
-.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 21rem), 1fr)); gap: 1rem 2rem; }
-figure { margin: 0; min-width: 0; }
-figcaption { font-weight: 600; margin: .5rem 0 .2rem; }
-svg { display: block; width: 100%; height: auto; }
-svg text { font-family: system-ui, sans-serif !important; }
-summary { cursor: pointer; padding: .3rem 0; }
-pre { background: var(--code); padding: 1rem; overflow-x: auto; font-size: .85rem; }"""
-
-_HEAD = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{{ title }}</title>
-<style>
-{{ style | safe }}
-</style>
-</head>
-<body>
-<h1>{{ title }}</h1>
-"""
-_BODY = """\
-{% macro table(rows) %}
-<table>
-{% for name, text in rows %}
-<tr><td>{{ name }}</td><td>{{ text }}</td></tr>
-{% endfor %}
-</table>
-{% endmacro %}
-{{ table(rows) }}
-{% for section in sections %}
-<section>
-<h2>{{ section.title }}</h2>
-{% if section.note %}
-<p>{{ section.note }}</p>
-{% endif %}
-{% if section.rows %}
-{{ table(section.rows) }}
-{% endif %}
-{% if section.figures %}
-<div class="figures">
-{% for name, element in section.figures %}
-<figure role="group" aria-label="{{ name }}"><figcaption>{{ name }}</figcaption>{{ element | safe }}</figure>
-{% endfor %}
-</div>
-{% endif %}
-</section>
-{% endfor %}
-{% for name, text in details if text %}
-{% if loop.first %}
-<h2>Records</h2>
-{% endif %}
-<details><summary>{{ name }}</summary><pre>{{ text }}</pre></details>
-{% endfor %}
-"""
 
 
 def _last_samples(run_dir: Path) -> str:

@@ -1,7 +1,11 @@
-"""Figures as SVG for the page, with the page's text color in light and dark mode; GPU memory by owner among them."""
+"""Figures as SVG for the page, with the page's text color in light and dark mode; GPU memory by owner among them.
+
+An element has what is drawn in `data-values` too, for the script of the page, which shows values under the cursor.
+"""
 
 from __future__ import annotations
 
+import html
 import io
 import json
 import math
@@ -25,7 +29,7 @@ _LEGEND_ROW_INCHES = 0.18
 _COLORS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e")
 _REST_COLOR = "#9498a0"
 _MAX_MARKERS = 40
-_MAX_BARS = 60  # means of neighbouring steps where a run has more of them
+_MAX_PARTS = 60  # means of neighbouring steps where a run has more of them
 _MAX_POINTS = 500  # of a longer line the means are drawn, on top of the line as a faint image
 _MAX_MEANS = 100
 _INK = "#010203"  # becomes currentColor, the page's color of text
@@ -40,6 +44,27 @@ _STYLE: dict[Any, Any] = {
 }
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """One line or layer of a figure, as it was drawn.
+
+    Attributes:
+        label: Its name in the legend.
+        color: Its color.
+        x: Places on the x axis.
+        y: One value for each.
+        names: What each place is called, if not by its number.
+        unit: Follows a value.
+    """
+
+    label: str
+    color: str
+    x: Sequence[float]
+    y: Sequence[float]
+    names: Sequence[str] | None = None
+    unit: str = ""
+
+
 def draw(figure: Lines | Stack, metrics: Metrics) -> str | None:
     """An SVG element, or None if the run has nothing to draw."""
     if isinstance(figure, Stack):
@@ -50,12 +75,12 @@ def draw(figure: Lines | Stack, metrics: Metrics) -> str | None:
     return svg(figure.title, lambda axes: _draw_lines(axes, figure, metrics))
 
 
-def svg(title: str, draw_on: Callable[[Axes], None]) -> str:
+def svg(title: str, draw_on: Callable[[Axes], Sequence[Drawn]]) -> str:
     """An SVG element for a page of HTML.
 
     Args:
         title: Unique on the page, so that ids of elements are too.
-        draw_on: Draws on the axes; artists with a label appear in the legend.
+        draw_on: Draws on the axes and returns what it drew; artists with a label appear in the legend.
     """
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -65,7 +90,7 @@ def svg(title: str, draw_on: Callable[[Axes], None]) -> str:
         figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
         FigureCanvasSVG(figure)
         axes = figure.subplots()
-        draw_on(axes)
+        drawn = draw_on(axes)
         handles, labels = axes.get_legend_handles_labels()
         if handles:
             width, height = _SIZE_INCHES
@@ -78,7 +103,32 @@ def svg(title: str, draw_on: Callable[[Axes], None]) -> str:
     # HTML needs no namespaces, and the page's width decides the size.
     start, rest = text.split(">", maxsplit=1)
     start = re.sub(r'\s(?:xmlns(?::\w+)?|width|height|version)="[^"]*"', "", start)
-    return f"{start}>{rest}".replace(_INK, "currentColor")
+    values = html.escape(json.dumps(_values(axes, drawn), separators=(",", ":")))
+    return f'{start} data-values="{values}">{rest}'.replace(_INK, "currentColor")
+
+
+def _values(axes: Axes, drawn: Sequence[Drawn]) -> dict[str, Any]:
+    """What the script of the page needs to find values by the place of the cursor.
+
+    `span` is where the axes begin and end, as shares of the figure's width, and `limits` are their ends.
+    """
+    box = axes.get_position()
+    return {
+        "x": axes.get_xlabel(),
+        "span": [round(box.x0, 4), round(box.x1, 4)],
+        "limits": [round(limit, 3) for limit in axes.get_xlim()],
+        "lines": [
+            {
+                "label": line.label,
+                "color": line.color,
+                "unit": line.unit,
+                "x": [round(x, 3) for x in line.x],
+                "y": [float(f"{y:.4g}") if math.isfinite(y) else None for y in line.y],
+                **({} if line.names is None else {"names": line.names}),
+            }
+            for line in drawn
+        ],
+    }
 
 
 def _step_axis(axes: Axes, metrics: Metrics) -> None:
@@ -92,19 +142,24 @@ def _step_axis(axes: Axes, metrics: Metrics) -> None:
     axes.set_axisbelow(True)
 
 
-def _draw_lines(axes: Axes, figure: Lines, metrics: Metrics) -> None:
+def _draw_lines(axes: Axes, figure: Lines, metrics: Metrics) -> list[Drawn]:
     from matplotlib.ticker import PercentFormatter
 
     _step_axis(axes, metrics)
     missing: set[int] = set()
+    drawn: list[Drawn] = []
     for name, label in figure.measured(metrics).items():
         steps, values = metrics.series(name)
         lost = [step for step, value in zip(steps, values, strict=True) if not math.isfinite(value)]
         missing.update(lost)
         color = _COLORS[list(figure.lines).index(name)]
+        names = None
         if len(steps) > _MAX_POINTS:
             axes.plot(steps, values, color=color, alpha=0.3, linewidth=0.8, rasterized=True)
+            names = _names(steps, _MAX_MEANS)
             steps, values = _means(steps, values)
+        factor, unit = (100, "%") if figure.is_share else (1, "")
+        drawn.append(Drawn(label, color, steps, [factor * value for value in values], names, unit))
         axes.plot(
             steps,
             values,
@@ -128,6 +183,7 @@ def _draw_lines(axes: Axes, figure: Lines, metrics: Metrics) -> None:
         at_bottom = axes.get_xaxis_transform()
         crosses = {"color": "#e5484d", "linestyle": "", "marker": "x", "markersize": 5, "clip_on": False}
         axes.plot(sorted(missing), [0.0] * len(missing), transform=at_bottom, label="not finite", **crosses)
+    return drawn
 
 
 def _means(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
@@ -138,21 +194,36 @@ def _means(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], li
     return middles, [fmean(found) if found else math.nan for found in finite]
 
 
-def _draw_stack(axes: Axes, layers: Layers, metrics: Metrics) -> None:
+def _draw_stack(axes: Axes, layers: Layers, metrics: Metrics) -> list[Drawn]:
     _step_axis(axes, metrics)
-    bars = _slices(len(layers.steps), _MAX_BARS)
-    left = [layers.steps[bar][0] - 0.5 for bar in bars]
-    width = [0.85 * (layers.steps[bar][-1] + 0.5 - edge) for bar, edge in zip(bars, left, strict=True)]
-    bottom = [0.0] * len(bars)
-    colors = iter(_COLORS * (1 + len(layers.values) // len(_COLORS)))
-    for label, values in layers.values.items():
-        if not any(values):
-            continue
-        heights = [fmean(values[bar]) for bar in bars]
-        color = _REST_COLOR if label == OTHER else next(colors)
-        axes.bar(left, heights, width, bottom, align="edge", label=label, color=color)
-        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    parts = _slices(len(layers.steps), _MAX_PARTS)
+    steps = [layers.steps[part] for part in parts]
+    names = _names(layers.steps, _MAX_PARTS)
+    middles = [(part[0] + part[-1]) / 2 for part in steps]
+    edges = [edge for part in steps for edge in (part[0] - 0.5, part[-1] + 0.5)]
+    drawn = [
+        Drawn(label, color, middles, [fmean(layers.values[label][part]) for part in parts], names)
+        for label, color in layer_colors(layers).items()
+    ]
+    # Each height is there at both edges of its steps, so that the layers are bands without gaps.
+    heights = [[height for height in layer.y for _ in range(2)] for layer in drawn]
+    if drawn:
+        axes.stackplot(edges, heights, labels=[layer.label for layer in drawn], colors=[layer.color for layer in drawn])
     axes.set_ylabel(layers.unit)
+    return drawn
+
+
+def layer_colors(layers: Layers) -> dict[str, str]:
+    """Color of each layer that is not 0 everywhere."""
+    colors = iter(_COLORS * (1 + len(layers.values) // len(_COLORS)))
+    drawn = [label for label, values in layers.values.items() if any(values)]
+    return {label: _REST_COLOR if label == OTHER else next(colors) for label in drawn}
+
+
+def _names(steps: Sequence[int], most: int) -> list[str] | None:
+    """Names of at most `most` parts of the steps; None if each part is one step."""
+    parts = [steps[part] for part in _slices(len(steps), most)]
+    return [f"{part[0]} to {part[-1]}" for part in parts] if len(parts) < len(steps) else None
 
 
 def _slices(count: int, most: int) -> list[slice]:
@@ -217,8 +288,8 @@ def memory_samples(run_dir: Path) -> list[MemorySample]:
     return samples if len(samples) > 1 else []
 
 
-def draw_memory(axes: Axes, samples: Sequence[MemorySample]) -> None:
-    """GiB by owner over time, on bands of the phases.
+def draw_memory(axes: Axes, samples: Sequence[MemorySample]) -> list[Drawn]:
+    """Draw GiB by owner over time, on bands of the phases.
 
     Args:
         axes: Empty; artists with a label appear in the legend.
@@ -228,7 +299,8 @@ def draw_memory(axes: Axes, samples: Sequence[MemorySample]) -> None:
     measured = {owner for sample in samples for owner in sample.gib}
     owners = [*(owner for owner in _OWNER_COLORS if owner in measured), *sorted(measured - _OWNER_COLORS.keys())]
     layers = [[sample.gib.get(owner, 0.0) for sample in samples] for owner in owners]
-    axes.stackplot(times, layers, labels=owners, colors=[_OWNER_COLORS.get(owner, _OTHER_COLOR) for owner in owners])
+    colors = [_OWNER_COLORS.get(owner, _OTHER_COLOR) for owner in owners]
+    axes.stackplot(times, layers, labels=owners, colors=colors)
     bands: dict[str, str] = {}
     for phase, group in groupby(range(len(samples)), key=lambda i: samples[i].phase):
         indices = list(group)
@@ -240,3 +312,5 @@ def draw_memory(axes: Axes, samples: Sequence[MemorySample]) -> None:
     axes.set_ylim(bottom=0)
     axes.set_xlabel("seconds")
     axes.set_ylabel("GiB")
+    names = [f"{time:.1f}, {sample.phase}" for time, sample in zip(times, samples, strict=True)]
+    return [Drawn(*part, names=names) for part in zip(owners, colors, [times] * len(owners), layers, strict=True)]

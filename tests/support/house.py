@@ -29,8 +29,8 @@ SMALL_LINES = 60
 LIMITS = {
     "imports upward": 0,
     "circles of modules": 0,
-    "modules": 311,
-    "lines": 51834,
+    "modules": 312,
+    "lines": 52032,
     "modules under 60 lines with one importer": 1,
 }
 

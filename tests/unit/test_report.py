@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from nemo_offload_rl.errors import DataError
 from nemo_offload_rl.report import read_metrics, write_report
 from nemo_offload_rl.report.__main__ import main
 from nemo_offload_rl.report.figures import SECTIONS, Layers, Lines, phase_layers, residency_layers
-from nemo_offload_rl.report.page import residency_rows, summary
+from nemo_offload_rl.report.page import band, residency_rows, summary
 from nemo_offload_rl.utils.cli import ending_process
 
 
@@ -58,11 +59,56 @@ def test_the_page_is_one_file_with_everything_inside(tmp_path: Path) -> None:
     assert page == run / "report" / "index.html"
     assert [path.name for path in page.parent.iterdir()] == ["index.html"]
     html = page.read_text()
-    assert "http" not in html and "url(" not in html.replace("url(#", "") and "<script" not in html
+    assert "http" not in html and "url(" not in html.replace("url(#", "")
+    assert html.count("<script>") == html.count("<script") == 1
     assert all(link.startswith(("#", "data:")) for link in re.findall(r'(?:src|href)="([^"]*)"', html))
     assert "a: &lt;b&gt;" in html
     assert "step 10\nright &lt;10&gt;" in html and "&lt;2&gt;" not in html
-    assert "run &lt;1&gt;" in html
+    assert "<h1>run &lt;1&gt;</h1>" in html  # its records do not name model, data and date
+
+
+def test_the_title_is_model_data_and_date(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    (run / "run.json").write_text('{"started": "2026-11-27T10:00:00+00:00"}')
+    (run / "config.yaml").write_text(
+        "policy: {model_name: Qwen/Qwen2.5-1.5B}\ndata: {train: {dataset_name: ResponseDataset, path: a/sums.jsonl}}\n"
+    )
+    assert "<title>Qwen2.5-1.5B on sums.jsonl, 2026-11-27</title>" in write_report(run).read_text()
+    (run / "config.yaml").write_text("data: {train: {datasets: [{dataset_name: a/b}, {dataset_name: c}]}}\n")
+    assert "<title>b, c, 2026-11-27</title>" in write_report(run).read_text()
+    (run / "config.yaml").write_text("policy: [")
+    assert f"<title>{run.name}</title>" in write_report(run).read_text()
+
+
+def values_of(page: Path) -> dict[str, dict]:
+    """What the script of the page reads of each figure, by title."""
+    found = re.findall(r"<figcaption>([^<]+)</figcaption><svg[^>]* data-values=\"([^\"]+)\"", page.read_text())
+    return {title: json.loads(unescape(text)) for title, text in found}
+
+
+def test_figures_carry_the_values_that_they_draw(tmp_path: Path) -> None:
+    reward = {"train/reward_mean": 0.5, "train/accuracy": 0.25}
+    figures = values_of(write_report(write_metrics(tmp_path, {"step": 1, **reward}, {"step": 2, **reward, "a": None})))
+    assert figures.keys() == {"Reward", "Accuracy"}
+    [line] = figures["Accuracy"]["lines"]
+    assert (line["label"], line["x"], line["y"], line["unit"]) == ("training", [1, 2], [25, 25], "%")
+    left, right = figures["Accuracy"]["span"]
+    assert 0 < left < right < 1 and figures["Accuracy"]["limits"] == [0.5, 2.5]
+    long = values_of(write_report(write_run(tmp_path / "long", num_steps=1000)))["KL to the reference policy"]
+    assert len(long["lines"][0]["x"]) == 100 and long["lines"][0]["names"][0] == "1 to 10"
+
+
+def test_the_band_is_an_average_step_without_the_first(tmp_path: Path) -> None:
+    run = write_metrics(
+        tmp_path,
+        {"step": 1, "timing/a_s": 9.0, "timing/total_s": 9.0},
+        {"step": 2, "timing/a_s": 1.0, "timing/b_s": 2.0, "timing/total_s": 4.0},
+        {"step": 3, "timing/a_s": 3.0, "timing/b_s": 2.0, "timing/total_s": 6.0},
+    )
+    parts = [(part.label, part.seconds, part.percent) for part in band(read_metrics(run))]
+    assert parts == [("a", 2.0, 40.0), ("b", 2.0, 40.0), ("other", 1.0, 20.0)]
+    page = write_report(run).read_text()
+    assert "on average after the first" in page and page.count('class="key" style') == 3
 
 
 def test_text_of_figures_has_the_color_of_the_page_and_ids_are_its_own(tmp_path: Path) -> None:
