@@ -82,7 +82,7 @@ flash-attn: .venv/.flash_attn
 	touch $@
 
 docs: setup
-	$(PYTHON) -m sphinx --fail-on-warning --keep-going --quiet --builder html docs docs/_build
+	$(PYTHON) -m sphinx --fresh-env --write-all --fail-on-warning --keep-going --quiet --builder html docs docs/_build
 	@echo docs/_build/index.html
 
 image:

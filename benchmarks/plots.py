@@ -85,9 +85,9 @@ def memory(figure: Figure) -> None:
 
 
 def learning(figure: Figure) -> None:
-    """Draw rewards of the steps on the left, held-out accuracy on the right; resident variants are dotted."""
+    """Draw rewards of the steps above, held-out accuracy below; resident variants are dotted."""
     result = read("grpo_learning.json")
-    rewards, accuracy = figure.subplots(1, 2)
+    rewards, accuracy = figure.subplots(2, 1)
     for variant, curves in result["curves"].items():
         backend, is_resident = variant.removesuffix("_resident"), variant.endswith("_resident")
         color, line = (INK, ":") if is_resident else (BACKENDS[backend], "-")
@@ -106,24 +106,25 @@ def learning(figure: Figure) -> None:
 
 
 def peers(figure: Figure) -> None:
-    """Draw the first offload on the left, a steady cycle on the right."""
+    """Draw the first offload above, a steady cycle below."""
     result = read("residency_peers_1.5B.json")
     by_name = {row["algorithm"]: row for row in result["rows"]}
     rows = {label: by_name[name]["cycles"] for name, label in PEERS.items() if name in by_name}
     first = [cycles[0]["offload_s"] for cycles in rows.values()]
     steady = [statistics.median(c["offload_s"] + c["reload_s"] for c in cycles[1:]) for cycles in rows.values()]
-    left, right = figure.subplots(1, 2, sharey=True)
+    above, below = figure.subplots(2, 1)
     titles = ("first offload, s", "steady offload and reload, s (log scale)")
-    for axis, values, title in zip((left, right), (first, steady), titles, strict=True):
+    for axis, values, title in zip((above, below), (first, steady), titles, strict=True):
         colors = [BLUE if label.startswith("nemo_offload_rl") else GREY for label in rows]
         axis.barh(list(rows), values, color=colors)
         for index, value in enumerate(values):
             axis.text(value, index, f" {value:.2f}", va="center", fontsize=8)
         axis.set_title(title, fontsize=10)
         axis.spines[["top", "right"]].set_visible(False)
-    left.invert_yaxis()
-    right.set_xscale("log")
-    left.set_xlim(right=1.15 * max(first))
+        axis.invert_yaxis()
+    below.set_xscale("log")
+    above.set_xlim(right=1.15 * max(first))
+    below.set_xlim(right=1.6 * max(steady))
     gib = result["rows"][0]["state_bytes"] / 2**30
     link = "one H200, link {d2h:.0f}/{h2d:.0f} GB/s".format(**result["link_gb_per_s"])
     figure.suptitle(f"{gib:.1f} GiB of Adam state (1.5 B parameters), {link}")
@@ -135,8 +136,8 @@ def main() -> None:
     matplotlib.rcParams |= {"svg.hashsalt": "nemo_offload_rl", **dict.fromkeys(inked, INK)}
     for draw, name, size in (
         (memory, "grpo_gpu_memory.svg", (6.6, 3.7)),
-        (learning, "grpo_learning.svg", (10, 3.6)),
-        (peers, "residency_peers.svg", (11, 4)),
+        (learning, "grpo_learning.svg", (6.6, 5.4)),
+        (peers, "residency_peers.svg", (6.6, 6.2)),
     ):
         figure, text = Figure(figsize=size, layout="constrained"), io.StringIO()
         with matplotlib.rc_context({"font.size": 11} if draw is memory else {}):

@@ -34,6 +34,7 @@ index_phrases = {
 
 highlight_language = "none"  # blocks without a language are shown as they are
 html_theme = "furo"
+html_use_index = False  # the search has its entries
 html_title = "nemo_offload_rl"
 html_static_path = ["_static"]
 html_css_files = ["custom.css"]

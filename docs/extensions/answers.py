@@ -9,6 +9,7 @@ Sphinx's search lists index entries first.
 from __future__ import annotations
 
 import fnmatch
+import re
 from typing import Any
 
 from docutils import nodes
@@ -18,6 +19,8 @@ from sphinx.transforms import SphinxTransform
 from sphinx.util import logging
 
 _LOGGER = logging.getLogger(__name__)
+_LONG = 8
+"""Shorter last parts of a key, such as `name`, are parts of too many."""
 
 
 class IndexTheAnswers(SphinxTransform):
@@ -36,13 +39,13 @@ class IndexTheAnswers(SphinxTransform):
             if not sections:
                 _LOGGER.warning("index_phrases names %s#%s, which is not there", page, heading)
             for section in sections:
-                section.insert(0, _entries(phrases, heading))
+                section.insert(1, _entries(phrases, heading))  # after its title
 
     def _index_row(self, row: nodes.row) -> None:
         names = list(row[0].findall(nodes.literal))
         if not names or isinstance(row.parent, nodes.thead):
             return
-        anchor = names[0].astext()
+        anchor = re.sub(r"[^\w-]+", "-", names[0].astext()).strip("-")  # the search takes it for a selector
         if anchor in self.document.ids:
             return
         self.document.ids[anchor] = row
@@ -50,7 +53,9 @@ class IndexTheAnswers(SphinxTransform):
         paragraph = names[0].parent
         link = nodes.reference("", "", names[0].deepcopy(), refid=anchor, internal=True, classes=["row-name"])
         paragraph.replace(names[0], link)
-        paragraph.insert(0, _entries([name.astext() for name in names], anchor))
+        texts = [name.astext() for name in names]
+        lasts = [text.rpartition(".")[2] for text in texts if "." in text]  # of `grpo.num_generations_per_prompt`
+        paragraph.insert(0, _entries([*texts, *(last for last in lasts if len(last) >= _LONG)], anchor))
 
 
 def _entries(names: list[str], anchor: str) -> addnodes.index:

@@ -113,7 +113,7 @@ def render() -> dict[Path, str]:
         pages[name] = [f"# Keys of {title}", "", intro, *tables]
         contents.append((name, f"Keys of {title}", ", ".join(f"`{section}`" for section in own)))
     pages["rules"] = _rules()
-    contents.append(("rules", "Rules between keys", "What is checked before Ray starts."))
+    contents.append(("rules", "Rules between keys", "Checked before Ray starts."))
     rows = [f"| [{title}](configuration/{name}.md) | {text} |" for name, title, text in contents]
     toctree = ["```{toctree}", ":hidden:", "", *(f"configuration/{name}" for name, _, _ in contents), "```"]
     written = {TARGET: "\n".join([_HEAD, "| page | contents |", "|---|---|", *rows, "", *toctree]) + "\n"}
