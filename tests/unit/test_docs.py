@@ -19,18 +19,37 @@ pytestmark = pytest.mark.filterwarnings("ignore::PendingDeprecationWarning")  # 
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory) -> tuple[dict[str, set[str]], str]:
-    """Anchors of the headings of each page, and every warning of the build."""
+def site(tmp_path_factory) -> tuple[dict[str, set[str]], str, dict[str, set[str]]]:
+    """Anchors of the headings of each page, every warning of the build, and pages and anchors of each index entry."""
     folder, warnings = tmp_path_factory.mktemp("site"), io.StringIO()
     with patch_docutils(DOCS), docutils_namespace():
         app = Sphinx(DOCS, DOCS, folder / "out", folder / "trees", "dummy", status=None, warning=warnings)
         app.build(force_all=True)
     anchors = {f"docs/{page}.md": set(about.get("myst_slugs", ())) for page, about in app.env.metadata.items()}
-    return anchors, warnings.getvalue()
+    index: dict[str, set[str]] = {}
+    for page, entries in app.env.domains.index_domain.entries.items():
+        for _, name, anchor, is_main, _ in entries:
+            if is_main:
+                index.setdefault(name, set()).add(f"{page}#{anchor}")
+    return anchors, warnings.getvalue(), index
 
 
 def test_the_site_is_built_without_a_warning_so_that_every_link_and_anchor_exists(site):
     assert site[1] == ""
+
+
+@pytest.mark.parametrize(
+    ("query", "answer"),
+    [
+        ("out of memory", "guides/troubleshooting#out-of-memory"),
+        ("num_generations", "guides/from-trl#num_generations"),
+        ("grpo.num_generations_per_prompt", "reference/configuration/grpo#grpo-num_generations_per_prompt"),
+        ("num_generations_per_prompt", "reference/configuration/grpo#grpo-num_generations_per_prompt"),
+        ("train/kl", "reference/metrics#train-kl"),
+    ],
+)
+def test_what_the_search_lists_first_is_where_it_is_explained(site, query, answer):
+    assert answer in site[2][query]
 
 
 def test_a_page_for_each_markdown_file(site):
@@ -70,6 +89,19 @@ def test_files_that_pages_name_in_code_exist():
             if not (name in bare if "/" not in name else any(place.is_file() for place in places)):
                 wrong.append(f"{page.relative_to(ROOT)}: {name}")
     assert wrong == []
+
+
+def test_functions_that_pages_name_with_their_file_are_in_it():
+    """`file.py` (`name`, `other`), below the package."""
+    named = []
+    for page in DOCS.rglob("*.md"):
+        for file, names in re.findall(
+            r"`([\w/]+\.py)`[ ,:]*\(?((?:`\w+`(?:, )?)+)\)", page.read_text(encoding="utf-8")
+        ):
+            named += [(page.name, file, name) for name in re.findall(r"`(\w+)`", names)]
+    assert ("contributing.md", "algorithms/grpo.py", "step") in named
+    texts = {file: (ROOT / "nemo_offload_rl" / file).read_text(encoding="utf-8") for _, file, _ in named}
+    assert [one for one in named if not re.search(rf"(?:def|class) {one[2]}\b|^{one[2]} =", texts[one[1]], re.M)] == []
 
 
 def broken(links: list[str], anchors: dict[str, set[str]]) -> list[str]:
