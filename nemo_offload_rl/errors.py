@@ -66,6 +66,16 @@ def division_problem(sizes: Mapping[str, int], number: int, what: str, fix: str)
     return f"{keys}{total} does not divide the {number} {what}; {fix}"
 
 
+def share_problem(key: str, number: int, num_workers: int) -> str | None:
+    """Say that data-parallel workers cannot take equal shares of a key's number of rows; None where they can."""
+    if number % num_workers == 0:
+        return None
+    return (
+        f"{key} {number} does not divide by the {num_workers} data-parallel workers, which all take the same share; "
+        f"make it a multiple of {num_workers}"
+    )
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, or the name of its type if it has none."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

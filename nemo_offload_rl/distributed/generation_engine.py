@@ -15,7 +15,7 @@ from nemo_offload_rl.generation.vllm.async_engine import AsyncVllmEngine
 from nemo_offload_rl.generation.vllm.engine import VllmEngine
 from nemo_offload_rl.generation.vllm.engine_args import vllm_env
 from nemo_offload_rl.keys.engine import VllmSettings
-from nemo_offload_rl.keys.generation import SamplingSettings
+from nemo_offload_rl.keys.generation import SamplingSettings, engine_devices_problem
 from nemo_offload_rl.protocols.engine import Completion
 from nemo_offload_rl.protocols.refit import RefitGroupAddress, WeightBucket
 
@@ -39,11 +39,8 @@ class RayGenerationEngine:
     def __init__(self, cluster: VirtualCluster, settings: VllmSettings, env_vars: dict[str, str] | None = None) -> None:
         device_type, tp_size = cluster.settings.device_type, settings.tensor_parallel_size
         num_engines = cluster.world_size // tp_size
-        if cluster.settings.workers_per_node % tp_size:
-            raise ConfigError(
-                f"policy.generation.vllm_cfg.tensor_parallel_size={tp_size} does not divide a host's "
-                f"{cluster.settings.workers_per_node} devices, and one engine stays on one host; choose a divisor"
-            )
+        if problem := engine_devices_problem(tp_size, cluster.settings.workers_per_node):
+            raise ConfigError(problem)
         kind = AsyncVllmEngine if settings.async_engine else VllmEngine
         spec = WorkerSpec(
             name="vllm",
@@ -127,9 +124,9 @@ class RayGenerationEngine:
         """Tell the engines the names of processes that share the devices, for messages."""
         self._group.run_all(VllmEngine.name_processes, dict(names))
 
-    def wait_for_room(self, tags: Sequence[str], beside_bytes: int = 0) -> bool:
+    def wait_for_room(self, tags: Sequence[str], extra_bytes: int = 0) -> bool:
         """See `GenerationEngine`; return whether every device has room."""
-        return all(self._group.run_all(VllmEngine.wait_for_room, list(tags), beside_bytes))
+        return all(self._group.run_all(VllmEngine.wait_for_room, list(tags), extra_bytes))
 
     def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
         """See `GenerationEngine`."""

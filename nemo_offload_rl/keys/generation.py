@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from nemo_offload_rl.errors import division_problem
 from nemo_offload_rl.keys.section import doc, section, value_of
 
 SERVING_CHAT_KWARGS = ("enable_auto_tools", "tool_parser", "reasoning_parser")
@@ -190,3 +191,22 @@ class SamplingSettings:
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     seed: int | None = None
+
+
+def engine_devices_problem(
+    tensor_parallel_size: int,
+    num_devices: int,
+    *,
+    section: str = "policy.generation",
+    devices: str = "devices of a host",
+) -> str | None:
+    """Say that engines of this size do not fill the devices of a host; None where they do.
+
+    Args:
+        tensor_parallel_size: Devices of one engine, which stays on one host.
+        num_devices: Devices of a host.
+        section: Section of the YAML with `vllm_cfg`.
+        devices: Name of the devices, or of the key that counts them.
+    """
+    sizes = {f"{section}.vllm_cfg.tensor_parallel_size": tensor_parallel_size}
+    return division_problem(sizes, num_devices, f"{devices}, and one engine stays on one host", "choose a divisor")

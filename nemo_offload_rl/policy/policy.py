@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nemo_offload_rl.data.batch import TokenBatch, TrainBatch, logprob_inputs
-from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.errors import ConfigError, share_problem
 from nemo_offload_rl.keys.backend import ModelParallel
 from nemo_offload_rl.keys.worker import PolicySettings, TeacherSettings
 from nemo_offload_rl.policy.skipped_updates import ZeroGradients
@@ -166,8 +166,7 @@ class Policy:
             updates: Rows of each optimizer step, if their number varies; else None.
 
         Raises:
-            ConfigError: The rows are no whole global batches, or a global batch does not divide by the data-parallel
-                ranks.
+            ConfigError: The rows are no whole global batches, or ranks could not share a global batch equally.
         """
         rows, dp_size = self._settings.train_global_batch_size, self._ranks.dp_size
         if updates is not None:
@@ -176,14 +175,11 @@ class Policy:
             dealt = _concatenated([pad_rows(batch.select(update), rows) for update in updates])
         elif len(batch) % rows or not len(batch):
             raise ConfigError(
-                f"A training batch of {len(batch)} rows is no multiple of policy.train_global_batch_size={rows}; "
-                "change one of them."
+                f"policy.train_global_batch_size {rows} does not divide the {len(batch)} rows of the training batch, "
+                "so some would not be trained on; change one of the two"
             )
-        elif rows % dp_size:
-            raise ConfigError(
-                f"policy.train_global_batch_size={rows} does not divide by the {dp_size} data-parallel ranks; make it "
-                "a multiple."
-            )
+        elif problem := share_problem("policy.train_global_batch_size", rows, dp_size):
+            raise ConfigError(problem)
         else:
             dealt = batch
         calls = [(shard, loss_fn, rows) for shard in self._ranks.deal(dealt, rows)]

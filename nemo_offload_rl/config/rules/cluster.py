@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from nemo_offload_rl.config.rules.base import data_parallel_size
-from nemo_offload_rl.errors import division_problem
+from nemo_offload_rl.errors import division_problem, share_problem
+from nemo_offload_rl.keys.generation import engine_devices_problem
 from nemo_offload_rl.keys.master import RolloutMasterConfig, Rule, RunConfig
 
 
@@ -21,9 +22,7 @@ def engine_tensor_parallel_size_divides_a_host(cfg: RolloutMasterConfig) -> str 
     """The engine's tensor-parallel size divides the devices of a host."""
     generation = cfg.policy.generation
     size, per_node = generation.vllm_cfg.tensor_parallel_size, cfg.cluster.workers_per_node
-    what = "devices of a host of `cluster`, and one engine stays on one host"
-    key = "policy.generation.vllm_cfg.tensor_parallel_size"
-    return division_problem({key: size}, per_node, what, "change one of them") if generation.colocated.enabled else None
+    return engine_devices_problem(size, per_node) if generation.colocated.enabled else None
 
 
 def port_range_is_ascending(cfg: RunConfig) -> str | None:
@@ -46,13 +45,8 @@ def rollouts_fill_whole_training_batches(cfg: RolloutMasterConfig) -> str | None
 
 def training_batch_divides_over_workers(cfg: RunConfig) -> str | None:
     """The training batch divides over the data-parallel workers."""
-    batch, size = cfg.policy.train_global_batch_size, data_parallel_size(cfg)
-    if size and batch % size:
-        return (
-            f"policy.train_global_batch_size {batch} does not divide by the {size} data-parallel workers, which all "
-            f"take the same share; make it a multiple of {size}"
-        )
-    return None
+    size = data_parallel_size(cfg)
+    return share_problem("policy.train_global_batch_size", cfg.policy.train_global_batch_size, size) if size else None
 
 
 def micro_batch_divides_the_workers_share(cfg: RunConfig) -> str | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from nemo_offload_rl.config.rules.base import RuleSet, sources
 from nemo_offload_rl.config.rules.rollouts import vllm_kwargs_problem
-from nemo_offload_rl.errors import division_problem
 from nemo_offload_rl.keys.data import ArithmeticConfig, MixtureKeys
+from nemo_offload_rl.keys.generation import engine_devices_problem
 from nemo_offload_rl.keys.master import EvalMasterConfig
 
 
@@ -77,8 +77,7 @@ def evaluating_engine_fits_its_devices(cfg: EvalMasterConfig) -> str | None:
             "generation.vllm_cfg.kv_cache_memory_gib is null, but cluster.gpus_per_node is 0 and "
             "gpu_memory_utilization has no meaning on CPU; set it, for instance to 0.25"
         )
-    sizes = {"generation.vllm_cfg.tensor_parallel_size": vllm.tensor_parallel_size}
-    return division_problem(sizes, cluster.workers_per_node, "devices of a host", "choose a divisor")
+    return engine_devices_problem(vllm.tensor_parallel_size, cluster.workers_per_node, section="generation")
 
 
 def evaluation_kwargs_are_allowed(cfg: EvalMasterConfig) -> str | None:

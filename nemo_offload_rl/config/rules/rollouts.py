@@ -14,10 +14,9 @@ from nemo_offload_rl.config.rules.base import (
     sources,
     validation_set_problem,
 )
-from nemo_offload_rl.errors import division_problem
 from nemo_offload_rl.generation.vllm.allowed_args import ALLOWED, OWN_KEYS, REFUSED
 from nemo_offload_rl.keys.data import BUILT_IN
-from nemo_offload_rl.keys.generation import SERVING_CHAT_KWARGS
+from nemo_offload_rl.keys.generation import SERVING_CHAT_KWARGS, engine_devices_problem
 from nemo_offload_rl.keys.master import GrpoMasterConfig, RolloutMasterConfig
 from nemo_offload_rl.utils.sockets import is_loopback
 
@@ -213,8 +212,7 @@ def engine_fits_a_host_of_its_own(cfg: RolloutMasterConfig) -> str | None:
     size, count = generation.vllm_cfg.tensor_parallel_size, generation.colocated.resources.gpus_per_node
     if generation.colocated.enabled or count is None:
         return None
-    what = f"devices of policy.generation.colocated.resources.gpus_per_node {count}, and one engine stays on one host"
-    return division_problem({"policy.generation.vllm_cfg.tensor_parallel_size": size}, count, what, "change one")
+    return engine_devices_problem(size, count, devices="devices of policy.generation.colocated.resources.gpus_per_node")
 
 
 RULES: tuple[Rule[RolloutMasterConfig], ...] = (

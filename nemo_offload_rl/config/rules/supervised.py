@@ -10,6 +10,7 @@ from nemo_offload_rl.config.rules.base import (
     sources,
     validation_set_problem,
 )
+from nemo_offload_rl.errors import share_problem
 from nemo_offload_rl.keys.master import DpoMasterConfig, SftMasterConfig
 
 type _Config = SftMasterConfig | DpoMasterConfig
@@ -35,13 +36,8 @@ def validation_has_rows(cfg: _Config) -> str | None:
 def validation_batch_divides_over_workers(cfg: _Config) -> str | None:
     """The validation batch divides over the data-parallel workers."""
     name, section = cfg.algorithm
-    batch, size = section.val_global_batch_size, data_parallel_size(cfg)
-    if size and batch % size:
-        return (
-            f"{name}.val_global_batch_size {batch} does not divide by the {size} data-parallel workers, which all take "
-            f"the same share; make it a multiple of {size}"
-        )
-    return None
+    size = data_parallel_size(cfg)
+    return share_problem(f"{name}.val_global_batch_size", section.val_global_batch_size, size) if size else None
 
 
 def validation_sets_of_rows_are_used_whole(cfg: _Config) -> str | None:

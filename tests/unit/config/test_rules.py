@@ -82,7 +82,7 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
                 "policy.generation.colocated.resources.num_nodes=1",
                 "policy.generation.vllm_cfg.tensor_parallel_size=2",
             ],
-            "gpus_per_node 3",
+            "3 devices of policy.generation.colocated.resources.gpus_per_node",
         )
     ],
     "compiled_layers_are_whole": [
@@ -264,7 +264,7 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
         (["checkpointing.checkpoint_must_save_by='3:45:00'"], "write days:hours:minutes:seconds"),
         (["checkpointing.checkpoint_must_save_by='0:0:0:0'"], "is '0:0:0:0'"),
     ],
-    "rollouts_can_be_collected_beside_training": [
+    "rollouts_can_be_collected_during_training": [
         (["grpo.async_grpo.enabled=true", WEIGHTED], "colocated.enabled is true too"),
         (["grpo.async_grpo.enabled=true", WEIGHTED, *OWN_DEVICES], "async_engine is false"),
         ([*AHEAD, WEIGHTED, "grpo.use_dynamic_sampling=true"], "turn one of them off"),

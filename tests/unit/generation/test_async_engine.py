@@ -148,7 +148,7 @@ def test_an_engine_whose_core_has_died_answers_as_before_when_it_is_started_agai
 def test_an_engine_over_more_devices_than_a_host_has_is_refused_by_the_key(
     cluster: VirtualCluster, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size=3 does not divide a host's 2 devices"):
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size 3 does not divide the 2 devices of a host"):
         RayGenerationEngine(cluster, engine_settings(tmp_path, tensor_parallel_size=3))
 
 
