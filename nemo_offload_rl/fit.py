@@ -89,8 +89,8 @@ def plan_fit(
     from nemo_offload_rl.config.validate import join_problems
     from nemo_offload_rl.memory.account import Account
     from nemo_offload_rl.memory.host_plan import host_bytes_by_owner, render_host_plan
+    from nemo_offload_rl.memory.limits import share_in_use
     from nemo_offload_rl.memory.machine import Machine
-    from nemo_offload_rl.memory.ray_memory import share_in_use
     from nemo_offload_rl.runs.loading import load_for_planning
 
     cfg, rules = load_for_planning(path, overrides)

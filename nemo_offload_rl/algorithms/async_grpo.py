@@ -101,7 +101,7 @@ class RolloutsAhead:
         timer = PhaseTimer()
         # `number` is from when the rollouts began: the engine may be restarted before this thread runs.
         engine = AwakeEngine(self._parts.engine, timer, lambda: self._loop.engine.num_restarts == number)
-        rollouts = self._loop.draw(step, 0, prompts, sampler=self._loop.sampler.beside(engine, timer))
+        rollouts = self._loop.draw(step, 0, prompts, sampler=self._loop.sampler.for_thread(engine, timer))
         return _Drawn(rollouts, {phase: taken_s for phase, taken_s in timer.seconds().items() if phase != TOTAL})
 
     @property

@@ -71,7 +71,7 @@ class AwakeEngine:
 
 
 class RolloutSampler:
-    """Draws rollouts. Each thread needs its own sampler; `beside` makes one.
+    """Draws rollouts. Each thread needs its own sampler; `for_thread` makes one.
 
     Args:
         parts: Environments, turns and the agents' endpoint.
@@ -95,7 +95,7 @@ class RolloutSampler:
         self._seed = seed
         self._scoring = scoring or threading.Lock()
 
-    def beside(self, engine: ServingEngine, timer: PhaseTimer) -> RolloutSampler:
+    def for_thread(self, engine: ServingEngine, timer: PhaseTimer) -> RolloutSampler:
         """Return a sampler for another thread, with the same environments."""
         return RolloutSampler(self._parts, engine, timer, self._seed, self._scoring)
 

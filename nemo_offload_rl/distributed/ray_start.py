@@ -25,7 +25,7 @@ from nemo_offload_rl.distributed.preflight import (
 )
 from nemo_offload_rl.errors import ConfigError, WorkerDiedError, first_line
 from nemo_offload_rl.keys.run import ClusterConfig
-from nemo_offload_rl.memory.ray_memory import as_started_here
+from nemo_offload_rl.memory.limits import as_started_here
 
 logger = logging.getLogger(__name__)
 

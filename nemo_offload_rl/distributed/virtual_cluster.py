@@ -75,7 +75,7 @@ class VirtualCluster:
         self.settings = settings
         self._num_colocated_groups = num_colocated_groups
         self._groups: list[Group] = []
-        self._beside: list[VirtualCluster] = []
+        self._others: list[VirtualCluster] = []
         self._run_groups: list[Group] = []
         self.daemons = Daemons(started or [])
         self._given_ports: set[int] = set()
@@ -150,16 +150,16 @@ class VirtualCluster:
             self._groups.remove(group)
             self._run_groups.remove(group)
 
-    def beside(self, settings: ClusterConfig) -> VirtualCluster:
+    def reserve_more(self, settings: ClusterConfig) -> VirtualCluster:
         """Reserve further slots of the same Ray cluster, each for one worker group; they end with this cluster."""
         other = VirtualCluster(settings, num_colocated_groups=1)
         other._run_groups, other.daemons = self._run_groups, self.daemons
-        self._beside.append(other)
+        self._others.append(other)
         return other
 
     def shutdown(self) -> None:
         """End every worker and release the slots; safe to call twice."""
-        for other in self._beside:
+        for other in self._others:
             other.shutdown()
         for group in reversed(self._groups.copy()):
             group.shutdown()

@@ -30,7 +30,7 @@ from nemo_offload_rl.distributed.actors import Outcome, WorkerActor, WorkerLocat
 from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster
 from nemo_offload_rl.distributed.watch import TICK_S, CallTimes, CallWatch
 from nemo_offload_rl.errors import UserError, WorkerDiedError, WorkerHungError
-from nemo_offload_rl.memory.ray_memory import killed_by_kernel, killed_by_monitor, oom_kills_at_first
+from nemo_offload_rl.memory.limits import killed_by_kernel, killed_by_monitor, oom_kills_at_first
 from nemo_offload_rl.protocols.loss import Method
 from nemo_offload_rl.residency import DeviceOutOfMemoryError
 

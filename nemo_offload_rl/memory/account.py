@@ -31,6 +31,7 @@ from nemo_offload_rl.keys.megatron import MegatronConfig
 from nemo_offload_rl.keys.policy import PolicyConfig
 from nemo_offload_rl.keys.worker import PolicySettings, grpo_worker, supervised_worker
 from nemo_offload_rl.memory.host_plan import HostNeed, HostPlan, host_need
+from nemo_offload_rl.memory.limits import memory_total_bytes
 from nemo_offload_rl.memory.machine import Machine
 from nemo_offload_rl.models.shape import ModelShape
 from nemo_offload_rl.protocols.backend import COMPUTE_DTYPES, ExpectedBytes
@@ -47,7 +48,6 @@ from nemo_offload_rl.residency import (
     TEACHER,
     Phase,
     Placement,
-    memory_total_bytes,
 )
 from nemo_offload_rl.utils.flops import ModelSizes, read_model_sizes
 

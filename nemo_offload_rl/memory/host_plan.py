@@ -13,8 +13,8 @@ from nemo_offload_rl.backends.megatron.optimizer_spec import optimizer_spec
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.megatron import MegatronConfig
 from nemo_offload_rl.keys.worker import PolicySettings
+from nemo_offload_rl.memory.limits import HostShare, HostShortage, host_limits, judge_host_memory, reserve_host_memory
 from nemo_offload_rl.memory.machine import Machine
-from nemo_offload_rl.memory.ray_memory import host_limits
 from nemo_offload_rl.protocols.backend import COMPUTE_DTYPES, ExpectedBytes
 from nemo_offload_rl.residency import (
     BASE,
@@ -26,15 +26,11 @@ from nemo_offload_rl.residency import (
     TEACHER,
     TEACHER_HEAD,
     TEACHER_LAYER,
-    HostShare,
-    HostShortage,
     Phase,
     Placement,
     ResidencyPlan,
     ResidencySettings,
     choose_resident,
-    judge_host_memory,
-    reserve_host_memory,
     resolve_plan,
 )
 
@@ -78,39 +74,37 @@ class HostNeed:
 
     Attributes:
         settings: The policy's settings.
-        sizes: Bytes of the state groups by row of the plan.
-        reference_bytes: Bytes of a frozen reference; 0 without one.
+        expected: Bytes of state, of a reference if one is kept, and of offloaded activations.
         device_bytes: Memory of the worker's device.
         other: Bytes by name of everything but offloaded state and offloaded activations.
-        activation_bytes: Most bytes of offloaded activations.
-        reference_is_cast: The reference has a narrower type than the parameters, so the two cannot swap places.
     """
 
     settings: PolicySettings
-    sizes: Mapping[str, int]
-    reference_bytes: int
+    expected: ExpectedBytes
     device_bytes: int
     other: Mapping[str, int]
-    activation_bytes: int
-    reference_is_cast: bool = False
 
     def resolve(self) -> HostPlan:
         """Resolve the plan of these settings."""
-        settings, sizes = self.settings, dict(self.sizes)
+        settings, expected, sizes = self.settings, self.expected, dict(self.expected.state)
         resident = resident_groups(settings, sizes, self.device_bytes)
         plan = resolve_plan(replace(_plain_plan(settings, sizes), resident_groups=resident))
         held = {name: size for name, size in sizes.items() if plan.leaves_the_device(name)}
-        if self.reference_bytes:
-            sizes[REFERENCE] = held[REFERENCE] = self.reference_bytes
-            if self.reference_is_cast:
+        if expected.reference:
+            sizes[REFERENCE] = held[REFERENCE] = expected.reference
+            if expected.reference_is_cast:
                 # Without room for both on the device, swapping it in pushes the policy's parameters to the host.
                 held[PARAMS] = sizes[PARAMS]
         return HostPlan(plan, sizes, held)
 
     def state_parts(self) -> dict[str, int]:
         """Bytes by name of offloaded state and activations, which `policy.host_memory_budget_gib` bounds."""
-        activations = {ACTIVATIONS: self.activation_bytes} if self.activation_bytes else {}
+        activations = {ACTIVATIONS: self.expected.activations} if self.expected.activations else {}
         return {**self.resolve().arena, **activations}
+
+    def expecting(self, **changes: object) -> HostNeed:
+        """Return this need with other values in `expected`."""
+        return replace(self, expected=replace(self.expected, **changes))
 
     def parts(self) -> dict[str, int]:
         """Bytes by name of all host memory that this worker will still take."""
@@ -151,15 +145,7 @@ def host_need(
                 engine_weight_bytes = sum(sizes.get(row, 0) for row in (PARAMS, PARAMS_PART, BASE))
             cache_bytes = int((settings.engine_kv_cache_gib or 0.0) * _GIB)
             other[ENGINE] = engine_weight_bytes + cache_bytes + ENGINE_PROCESS_BYTES["cpu"]
-    return HostNeed(
-        settings=settings,
-        sizes=sizes,
-        reference_bytes=expected.reference,
-        device_bytes=device_bytes,
-        other=other,
-        activation_bytes=expected.activations,
-        reference_is_cast=expected.reference_is_cast,
-    )
+    return HostNeed(settings, expected, device_bytes, other)
 
 
 def claim_host_memory(need: HostNeed) -> int:
@@ -204,7 +190,7 @@ def _within_budget(need: HostNeed, budget_gib: float) -> int:
     if sum(state.values()) > budget_bytes:
         where = f"policy.host_memory_budget_gib leaves {budget_bytes / _GIB:.2f} GiB"
         raise ConfigError(_host_refusal(need, state, where, budget_bytes))
-    return budget_bytes - need.activation_bytes
+    return budget_bytes - need.expected.activations
 
 
 def _granted(need: HostNeed, verdict: HostShare | HostShortage) -> int:
@@ -251,8 +237,8 @@ class Change:
 
 def advice(need: HostNeed, needed_bytes: int, budget_bytes: int) -> str:
     """Name the fewest changes with which the need fits, and of those the smallest; other advice if none suffice."""
-    room_gib = int((budget_bytes - needed_bytes + need.activation_bytes) / _GIB * 100) / 100
-    if need.activation_bytes and room_gib > 0:
+    room_gib = int((budget_bytes - needed_bytes + need.expected.activations) / _GIB * 100) / 100
+    if need.expected.activations and room_gib > 0:
         section = need.settings.backend.section
         return f"lower policy.{section}.activation_offload_host_limit_gib to {room_gib}, or raise the limit"
     # Everything but offloaded state, as counted on the rank that is short.
@@ -278,10 +264,8 @@ def advice(need: HostNeed, needed_bytes: int, budget_bytes: int) -> str:
 def _changes(need: HostNeed) -> list[Change]:
     """List overrides that may reduce host memory; `advice` tries which of them do."""
     settings, changes = need.settings, []
-    if need.activation_bytes:
-        changes.append(
-            Change(f"{settings.backend.activation_key}=false", lambda need: replace(need, activation_bytes=0))
-        )
+    if need.expected.activations:
+        changes.append(Change(f"{settings.backend.activation_key}=false", lambda need: need.expecting(activations=0)))
     backend = settings.backend
     if backend.streamed_share and not backend.streams_parameters:
         changes.append(Change(f"{backend.streaming_section}.offload_optimizer_states=false", _without_streaming))
@@ -292,9 +276,9 @@ def _changes(need: HostNeed) -> list[Change]:
         changes += [_kept(name) for name in (OPTIMIZER, PARAMS) if settings.residency_overrides.get(name) != "device"]
     # These change a run's results.
     has_engine = settings.colocated or settings.engine_memory_share > 0
-    if need.reference_bytes:
+    if need.expected.reference:
         key = "loss_fn.reference_policy_kl_penalty=0" if has_engine else "dpo.precompute_reference_logprobs=true"
-        changes.append(Change(key, lambda need: replace(need, reference_bytes=0), rank=1))
+        changes.append(Change(key, lambda need: need.expecting(reference=0), rank=1))
     if (moments := _narrow_moments(settings)) is not None:
         changes.append(moments)
     return changes
@@ -326,8 +310,9 @@ def _narrow_moments(settings: PolicySettings) -> Change | None:
         return None
 
     def narrowed(need: HostNeed) -> HostNeed:
-        states = {name: size * new // old for name, size in need.sizes.items() if name in (OPTIMIZER, OPTIMIZER_PART)}
-        return replace(need, sizes={**need.sizes, **states})
+        sizes = need.expected.state
+        states = {name: size * new // old for name, size in sizes.items() if name in (OPTIMIZER, OPTIMIZER_PART)}
+        return need.expecting(state={**sizes, **states})
 
     return Change(override, narrowed, rank=1)
 
@@ -338,10 +323,10 @@ def _with_settings(need: HostNeed, **changes: object) -> HostNeed:
 
 def _without_streaming(need: HostNeed) -> HostNeed:
     backend = need.settings.backend
-    sizes = {name: size for name, size in need.sizes.items() if name != OPTIMIZER_PART}
-    if OPTIMIZER_PART in need.sizes:
-        sizes[OPTIMIZER] = need.sizes[OPTIMIZER_PART] + need.sizes.get(OPTIMIZER, 0)
-    return replace(_with_settings(need, **{backend.section: backend.without_streaming()}), sizes=sizes)
+    sizes = dict(need.expected.state)
+    if OPTIMIZER_PART in sizes:
+        sizes[OPTIMIZER] = sizes.pop(OPTIMIZER_PART) + sizes.get(OPTIMIZER, 0)
+    return _with_settings(need.expecting(state=sizes), **{backend.section: backend.without_streaming()})
 
 
 def _plain_plan(settings: PolicySettings, sizes_bytes: Mapping[str, int]) -> ResidencySettings:
@@ -384,11 +369,11 @@ def resident_groups(settings: PolicySettings, sizes_bytes: Mapping[str, int], de
         of_teacher = (TEACHER, TEACHER_LAYER, TEACHER_HEAD)
         candidates = {name: size for name, size in stays.items() if name not in overrides and name not in of_teacher}
         kept_bytes = sum(size for name, size in stays.items() if name in kept)
-        kept |= choose_resident(candidates, max(0, beside_engine_bytes(settings, device_bytes) - kept_bytes))
+        kept |= choose_resident(candidates, max(0, left_by_engine_bytes(settings, device_bytes) - kept_bytes))
     return frozenset(kept)
 
 
-def beside_engine_bytes(settings: PolicySettings, device_bytes: int) -> int:
+def left_by_engine_bytes(settings: PolicySettings, device_bytes: int) -> int:
     """Count the device's bytes that a worker's tensors may take while the engine is awake; at least 0."""
     engine_bytes = int(settings.engine_memory_share * device_bytes)
     # The share does not include a cache of a fixed size.

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nemo_offload_rl.keys.run import ClusterConfig
-from nemo_offload_rl.memory.ray_memory import as_started_here, host_limits
-from nemo_offload_rl.residency import HostLimit, resident_bytes
+from nemo_offload_rl.memory.limits import HostLimit, as_started_here, host_limits, resident_bytes
 from nemo_offload_rl.utils.gpu_memory import read_gpus
 
 

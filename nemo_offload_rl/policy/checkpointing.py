@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from nemo_offload_rl.backends.saving.folders import completed_by_all, new_partial, partial_of, publish
-from nemo_offload_rl.memory.ray_memory import host_limits
+from nemo_offload_rl.memory.limits import HostShare, host_limits, reserve_host_memory
 from nemo_offload_rl.protocols.saving import HostCopies, StagedSave, StateReader
-from nemo_offload_rl.residency import HostShare, ResidencyManager, reserve_host_memory
+from nemo_offload_rl.residency import ResidencyManager
 
 logger = logging.getLogger(__name__)
 

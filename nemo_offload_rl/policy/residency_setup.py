@@ -11,10 +11,10 @@ from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.worker import PolicySettings
 from nemo_offload_rl.memory.host_plan import (
     HostNeed,
-    beside_engine_bytes,
     claim_host_memory,
     gpu_limit_problem,
     host_need,
+    left_by_engine_bytes,
 )
 from nemo_offload_rl.policy.teacher import Teacher
 from nemo_offload_rl.protocols.backend import ExpectedBytes, PolicyBackend, ProcessInfo
@@ -121,7 +121,7 @@ def build_manager(
         arena=arena,
         overlap=settings.residency_overlap,
         verify=settings.residency_verify,
-        beside_engine_bytes=beside_engine_bytes(settings, device.total_bytes()),
+        left_by_engine_bytes=left_by_engine_bytes(settings, device.total_bytes()),
     )
     with ExitStack() as unless_done:
         unless_done.callback(manager.close)

@@ -22,7 +22,6 @@ from nemo_offload_rl.backends.factory import build_backend, expected_bytes
 from nemo_offload_rl.backends.ranks import join_process_group, limit_collectives
 from nemo_offload_rl.backends.scoring.readers import ReadHiddenStates, ReadTopK
 from nemo_offload_rl.data.batch import LossNorm, TokenBatch, TrainBatch, logprob_inputs
-from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.worker import PolicySettings, TeacherSettings
 from nemo_offload_rl.memory.host_plan import render_host_plan
 from nemo_offload_rl.policy.checkpointing import CheckpointSaver
@@ -167,16 +166,12 @@ class PolicyWorker:
         All these steps have the same learning rate, as in NeMo-RL. The schedule stays if every update was skipped.
 
         Args:
-            batch: Rows of this data-parallel rank, `train_global_batch_size / dp_size` for each step in turn.
+            batch: Rows of this data-parallel rank, `train_global_batch_size / dp_size` for each step in turn. `Policy`
+                refuses other numbers.
             loss_fn: See `LossFn`.
             global_rows: Replaces `train_global_batch_size` if not None.
         """
         rows_per_step = (global_rows or self._settings.train_global_batch_size) // self._backend.rank_info.dp_size
-        if len(batch) % rows_per_step or not len(batch):
-            raise ConfigError(
-                f"A training batch has {len(batch)} rows on each data-parallel rank, which are no whole global batches "
-                f"of {rows_per_step}; make the batch a multiple of policy.train_global_batch_size."
-            )
         result = TrainResult(loss=[], grad_norm=[], learning_rate=[])
         for start in range(0, len(batch), rows_per_step):
             loss, metrics = self.forward_backward(batch.select(range(start, start + rows_per_step)), loss_fn)

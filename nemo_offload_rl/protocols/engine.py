@@ -28,15 +28,15 @@ class GenerationEngine(Protocol):
         """Return `num_samples` completions for each prompt of token ids, in the prompts' order."""
         ...
 
-    def wait_for_room(self, tags: Sequence[str], beside_bytes: int = 0) -> bool:
+    def wait_for_room(self, tags: Sequence[str], extra_bytes: int = 0) -> bool:
         """Wait until the devices have room for `prepare_for_generation` with these tags.
 
         Args:
             tags: See `prepare_for_generation`.
-            beside_bytes: Bytes that the caller allocates next on each device; waited for only briefly.
+            extra_bytes: Bytes that the caller allocates next on each device; waited for only briefly.
 
         Returns:
-            Whether `beside_bytes` fit too.
+            Whether `extra_bytes` fit too.
         """
         ...
 

@@ -4,21 +4,9 @@ Imports torch and nothing else of this project. See docs/design/residency.md.
 """
 
 # pyright: reportUnusedImport=false
-from nemo_offload_rl.residency.communicators import SUSPENDING_NCCL, Communicators, Nccl, loaded_nccl
 from nemo_offload_rl.residency.device.cuda import make_device
-from nemo_offload_rl.residency.device.device import CpuDevice, Device
+from nemo_offload_rl.residency.device.device import CpuDevice, Device, meminfo_bytes
 from nemo_offload_rl.residency.host.arena import HostArena, HostBlock, aligned
-from nemo_offload_rl.residency.host.limits import (
-    HostLimit,
-    HostShare,
-    HostShortage,
-    judge_host_memory,
-    memory_total_bytes,
-    oom_kills,
-    read_host_limits,
-    reserve_host_memory,
-    resident_bytes,
-)
 from nemo_offload_rl.residency.host.regions import new_region_on
 from nemo_offload_rl.residency.manager import ResidencyManager
 from nemo_offload_rl.residency.state.frozen_copy import part_copy_bytes, snapshot_bytes, snapshot_is_cast

@@ -57,7 +57,7 @@ class ResidencyManager:
         arena: Host memory for all groups, perhaps reserved already; the manager closes it. None makes one.
         overlap: Let copies run while the caller works, if the device can; False waits for each inside `enter`.
         verify: Compare host copies that count as up to date with the device, byte by byte. Slow; for finding bugs.
-        beside_engine_bytes: Device memory that this process may hold while an engine is awake.
+        left_by_engine_bytes: Device memory that this process may hold while an engine is awake.
 
     Attributes:
         passing: Moves parameters and gradients that pass through the device part by part; None if none do.
@@ -73,7 +73,7 @@ class ResidencyManager:
         arena: HostArena | None = None,
         overlap: bool = True,
         verify: bool = False,
-        beside_engine_bytes: int = 0,
+        left_by_engine_bytes: int = 0,
     ) -> None:
         if unknown := [group.name for group in groups if row_of(group.name) not in plan.table]:
             raise ValueError(f"state groups {unknown} have no row in the residency plan ({', '.join(plan.table)})")
@@ -94,7 +94,7 @@ class ResidencyManager:
         self._ledger = Ledger()
         self.work = WorkMemory(device)
         self._overlap = overlap and device.asynchronous
-        self._beside_engine_bytes = beside_engine_bytes if self._overlap and plan.shares_device else 0
+        self._left_by_engine_bytes = left_by_engine_bytes if self._overlap and plan.shares_device else 0
         params, grads, self._parts = (self._of_row(row) for row in (PARAMS_PART, GRADS_PART, OPTIMIZER_PART))
         passing = list(zip(self._parts, params, grads, strict=True)) if params else []
         bundles = passing or [(part,) for part in self._parts]
@@ -111,7 +111,7 @@ class ResidencyManager:
     def enter(self, phase: Phase, *, waits_for_all: bool = True) -> TransitionReport:
         """Make `phase` the present phase. Entering the present phase again moves nothing.
 
-        Without `waits_for_all`, up to `beside_engine_bytes` still leave as GENERATION begins; see `finish_leaving`.
+        Without `waits_for_all`, up to `left_by_engine_bytes` still leave as GENERATION begins; see `finish_leaving`.
 
         Raises:
             OpenStepError: Gradients that no optimizer step has used would be dropped.
@@ -121,7 +121,7 @@ class ResidencyManager:
         report = TransitionReport(self.phase, phase)
         self._check(wanted, phase)
         is_new, settles = phase is not self.phase, self._settles(phase)
-        rest_bytes = 0 if waits_for_all or phase is not Phase.GENERATION else self._beside_engine_bytes
+        rest_bytes = 0 if waits_for_all or phase is not Phase.GENERATION else self._left_by_engine_bytes
         records: Records = {}
         if is_new:
             has_worked = self.phase is not Phase.OPTIM_STEP or self._streams.has_updated

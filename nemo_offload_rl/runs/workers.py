@@ -138,7 +138,7 @@ def grpo_workers(
         with starting("Ray"):
             session = cluster_session(config.cluster, num_colocated_groups=2 if colocated else 1)
             cluster = stack.enter_context(session)
-        engine_cluster = cluster if colocated else cluster.beside(_engine_devices(config))
+        engine_cluster = cluster if colocated else cluster.reserve_more(_engine_devices(config))
         engine = RayGenerationEngine(engine_cluster, config.engine)
 
         def wait_for_engine() -> None:

@@ -125,12 +125,12 @@ def _wake_weights(
 
     Calls the policy until the engine has room, because finished copies release their memory only during a call.
     """
-    beside_bytes = policy.refit_work_bytes()
-    has_room, is_beside = Event(), False
+    extra_bytes = policy.refit_work_bytes()
+    has_room, has_extra = Event(), False
 
     def wake() -> None:
-        nonlocal is_beside
-        is_beside = engine.wait_for_room(["weights"], beside_bytes) and beside_bytes > 0
+        nonlocal has_extra
+        has_extra = engine.wait_for_room(["weights"], extra_bytes) and extra_bytes > 0
         has_room.set()
         engine.prepare_for_generation(["weights"])
 
@@ -139,7 +139,7 @@ def _wake_weights(
         policy.offload_before_refit()
     while not (has_room.wait(RELEASE_PERIOD_S) or waking.done()):
         policy.release_memory()
-    requested = _request_first(policy) if is_beside else None
+    requested = _request_first(policy) if has_extra else None
     waking.result()
     return requested
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from nemo_offload_rl.memory.ray_memory import THRESHOLD, as_started_here
+from nemo_offload_rl.memory.limits import THRESHOLD, as_started_here
 
 TIMEOUT_S = 400
 

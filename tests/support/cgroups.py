@@ -10,8 +10,7 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
-from nemo_offload_rl.memory import ray_memory
-from nemo_offload_rl.residency.host import limits as host_limits
+from nemo_offload_rl.memory import limits
 
 NAME = "nemo_offload_rl_test"
 VERSIONS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
@@ -57,7 +56,7 @@ class OwnCgroup:
 
 def make_cgroup(fallback: Path) -> OwnCgroup:
     """Make one below this process's own, or fake files in the folder `fallback`; it says which."""
-    for parent in host_limits._cgroup_folders(host_limits.PROC):
+    for parent in limits._cgroup_folders(limits.PROC):
         folder = parent / f"{NAME}_{os.getpid()}"
         try:
             folder.mkdir()
@@ -78,8 +77,8 @@ def joined(cgroup: OwnCgroup, fallback: Path) -> Iterator[None]:
     """This process in the cgroup; back in its old one afterwards."""
     procs = cgroup.folder / "cgroup.procs"
     if not procs.exists():
-        fake = partial(host_limits.read_host_limits, fallback / "proc")
-        with patch.object(host_limits, "read_host_limits", fake), patch.object(ray_memory, "read_host_limits", fake):
+        fake = partial(limits.read_host_limits, fallback / "proc")
+        with patch.object(limits, "read_host_limits", fake):
             yield
         return
     procs.write_text(str(os.getpid()))

@@ -117,8 +117,8 @@ class EngineProcess:
     ) -> list[list[Completion]]:
         return self._call("generate", prompts, sampling, num_samples)
 
-    def wait_for_room(self, tags: Sequence[str], beside_bytes: int = 0) -> bool:
-        return self._call("wait_for_room", tags, beside_bytes)
+    def wait_for_room(self, tags: Sequence[str], extra_bytes: int = 0) -> bool:
+        return self._call("wait_for_room", tags, extra_bytes)
 
     def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
         self._call("prepare_for_generation", tags)

@@ -107,7 +107,7 @@ class HuggingFaceEngine:
             for name, tensor in self._receiver.tensors(bucket):
                 weights[name].copy_(tensor)
 
-    def wait_for_room(self, tags: Sequence[str], beside_bytes: int = 0) -> bool:
+    def wait_for_room(self, tags: Sequence[str], extra_bytes: int = 0) -> bool:
         return True  # always awake
 
     def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_offload_rl.residency import Communicators, Nccl
+from nemo_offload_rl.policy.communicators import Communicators, Nccl
 
 BROKEN = 7  # a communicator that cannot be resumed
 

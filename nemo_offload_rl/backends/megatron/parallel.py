@@ -95,7 +95,7 @@ def _use(ranks: Sequence[int], group_desc: str | None) -> str | None:
         return "alone"
     if group_desc in _SENDING:
         return group_desc
-    return "in layers" if group_desc in _IN_LAYERS else "beside layers"
+    return "in layers" if group_desc in _IN_LAYERS else "outside of layers"
 
 
 def _sizes() -> tuple[int, int, int, int]:

@@ -222,7 +222,7 @@ def reward_ranges_are_ascending(cfg: GrpoMasterConfig) -> str | None:
     return None
 
 
-def rollouts_can_be_collected_beside_training(cfg: GrpoMasterConfig) -> str | None:
+def rollouts_can_be_collected_during_training(cfg: GrpoMasterConfig) -> str | None:
     """Rollouts during training need engines with their own devices, `async_engine` and importance weights."""
     if not cfg.grpo.is_async:
         return None
@@ -292,7 +292,7 @@ def a_megatron_teacher_has_no_streamed_layers(cfg: DistillationMasterConfig) -> 
 
 RULES: tuple[Rule[GrpoMasterConfig], ...] = (
     baselines_need_two_responses,
-    rollouts_can_be_collected_beside_training,
+    rollouts_can_be_collected_during_training,
     dynamic_sampling_needs_groups,
     only_dynamic_sampling_draws_larger_batches,
     on_policy_ratio_needs_one_update_per_step,

@@ -64,7 +64,7 @@ class VllmEngineBase(ABC):
         """Name the processes that share the device, by process id, for messages."""
         self._process_names = dict(names)
 
-    def wait_for_room(self, tags: Sequence[str], beside_bytes: int = 0) -> bool:
+    def wait_for_room(self, tags: Sequence[str], extra_bytes: int = 0) -> bool:
         """See `GenerationEngine`.
 
         Raises:
@@ -74,7 +74,7 @@ class VllmEngineBase(ABC):
         if not (asleep and self._can_sleep):
             return True
         names = [[pid, name] for pid, name in self._process_names.items()]
-        answers = self._rpc("wait_for_room", (asleep, HAND_OVER_TIMEOUT_S, names, beside_bytes))
+        answers = self._rpc("wait_for_room", (asleep, HAND_OVER_TIMEOUT_S, names, extra_bytes))
         _raise_first([answer for answer in answers if isinstance(answer, str)], DeviceMemoryError)
         return all(answers)
 

@@ -13,7 +13,7 @@ import torch
 from nemo_offload_rl.utils.gpu_memory import holders
 
 MARGIN_BYTES = 64 << 20  # mapping rounds sizes up
-BESIDE_TIMEOUT_S = 0.25  # several GiB cross PCIe in this time
+EXTRA_TIMEOUT_S = 0.25  # several GiB cross PCIe in this time
 _POLL_S = 0.002
 
 
@@ -26,7 +26,7 @@ def sleeping_bytes(tags: Collection[str]) -> int:
 
 
 def wait_for_room(
-    tags: Collection[str], timeout_s: float, process_names: Mapping[int, str], beside_bytes: int = 0
+    tags: Collection[str], timeout_s: float, process_names: Mapping[int, str], extra_bytes: int = 0
 ) -> bool | str:
     """Wait until the device has room to wake `tags`.
 
@@ -34,24 +34,24 @@ def wait_for_room(
         tags: Tags of the memory to wake.
         timeout_s: Longest wait.
         process_names: Names by process id, for the message.
-        beside_bytes: Further room for other processes. The wait for it lasts at most `BESIDE_TIMEOUT_S` longer, since
+        extra_bytes: Further room for other processes. The wait for it lasts at most `EXTRA_TIMEOUT_S` longer, since
             memory that they have cached does not count as free.
 
     Returns:
-        True if there is room for `beside_bytes` too, else False; after `timeout_s`, a message that names the missing
+        True if there is room for `extra_bytes` too, else False; after `timeout_s`, a message that names the missing
         memory and its holders.
     """
     needed_bytes = sleeping_bytes(tags) + MARGIN_BYTES
     deadline_s = time.monotonic() + timeout_s
-    beside_deadline_s: float | None = None
+    extra_deadline_s: float | None = None
     while True:
         free_bytes, total_bytes = torch.cuda.mem_get_info()
         now_s = time.monotonic()
         if free_bytes >= needed_bytes:
-            beside_deadline_s = beside_deadline_s or min(now_s + BESIDE_TIMEOUT_S, deadline_s)
-            is_beside = free_bytes >= needed_bytes + beside_bytes
-            if is_beside or now_s > beside_deadline_s:
-                return is_beside
+            extra_deadline_s = extra_deadline_s or min(now_s + EXTRA_TIMEOUT_S, deadline_s)
+            has_extra = free_bytes >= needed_bytes + extra_bytes
+            if has_extra or now_s > extra_deadline_s:
+                return has_extra
         elif now_s > deadline_s:
             break
         time.sleep(_POLL_S)

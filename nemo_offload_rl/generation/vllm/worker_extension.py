@@ -93,10 +93,10 @@ class RefitExtension:
             return str(error)
 
     def wait_for_room(
-        self, tags: list[str], timeout_s: float, process_names: list[list[Any]], beside_bytes: int
+        self, tags: list[str], timeout_s: float, process_names: list[list[Any]], extra_bytes: int
     ) -> bool | str:
         """See `device_memory.wait_for_room`; each of `process_names` is [process id, name]."""
-        return wait_for_room(tags, timeout_s, {int(pid): str(name) for pid, name in process_names}, beside_bytes)
+        return wait_for_room(tags, timeout_s, {int(pid): str(name) for pid, name in process_names}, extra_bytes)
 
     def refit_abort(self) -> None:
         """Drop an unfinished refit."""

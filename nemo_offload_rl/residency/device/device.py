@@ -11,13 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from nemo_offload_rl.residency.device.pieces import Copy
-from nemo_offload_rl.residency.host.limits import available_bytes, memory_total_bytes
 from nemo_offload_rl.residency.host.regions import HostRegion, PageableRegion
 from nemo_offload_rl.residency.table.groups import StorageRecord
 from nemo_offload_rl.residency.table.ledger import TransitionReport
@@ -233,6 +233,19 @@ class FinishedTransfer:
         return self.elapsed_s
 
 
+def meminfo_bytes(name: str, proc: Path = Path("/proc")) -> int:
+    """Bytes of main memory that the kernel gives under a name, such as `MemTotal`.
+
+    Args:
+        name: Start of a line of `meminfo`.
+        proc: Folder of the kernel's files.
+    """
+    for line in (proc / "meminfo").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return 1024 * int(line.split()[1])
+    raise OSError(f"{proc}/meminfo has no line {name}")
+
+
 class CpuDevice(Device):
     """Ordinary memory as a device: offloaded state leaves its tensors and lives in the arena."""
 
@@ -249,10 +262,10 @@ class CpuDevice(Device):
         room.storage.resize_(room.num_bytes)
 
     def total_bytes(self) -> int:
-        return memory_total_bytes()
+        return meminfo_bytes("MemTotal")
 
     def free_bytes(self) -> int:
-        return available_bytes()
+        return meminfo_bytes("MemAvailable")
 
     def leftovers(
         self, records: Mapping[str, Mapping[int, StorageRecord]], expected: Collection[str]

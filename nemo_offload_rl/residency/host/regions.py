@@ -12,6 +12,7 @@ import logging
 import mmap
 import os
 import platform
+import resource
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,6 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from nemo_offload_rl.residency.host.limits import lockable_bytes
 from nemo_offload_rl.residency.table.errors import ResidencyError
 
 logger = logging.getLogger(__name__)
@@ -173,8 +173,9 @@ def new_region_on(device: torch.device) -> Callable[[int], HostRegion]:
         try:
             return PinnedRegion(num_bytes, numa_node)
         except ResidencyError as error:
-            lockable = lockable_bytes()
-            limit = "not limited" if lockable is None else f"{lockable / 2**30:.2f} GiB"
+            lockable_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+            has_no_limit = lockable_bytes == resource.RLIM_INFINITY
+            limit = "not limited" if has_no_limit else f"{lockable_bytes / 2**30:.2f} GiB"
             logger.warning(
                 "%s RLIMIT_MEMLOCK is %s. Going on with pageable memory, whose copies are several times slower and do "
                 "not overlap with computing.",

@@ -38,7 +38,7 @@ class _Flight:
         read: Storages of a staying group whose host copy is updated; they become `to_release` if it leaves meanwhile.
         num_released: Number of storages released so far.
         num_needed: For an arriving group, the number of copies needed before any layer, then up to each layer.
-        is_beside: Other copies run at the same time, and only their seconds on the link count.
+        is_untimed: Its seconds on the link are not counted, since other copies run at the same time and theirs are.
         order: Grows with each flight.
     """
 
@@ -48,7 +48,7 @@ class _Flight:
     read: Sequence[torch.UntypedStorage] = ()
     num_released: int = 0
     num_needed: Sequence[int] = ()
-    is_beside: bool = False
+    is_untimed: bool = False
     order: int = field(default_factory=count().__next__)
 
 
@@ -249,12 +249,12 @@ class GroupState:
         """Add the seconds of finished copies to their reports."""
         for flight in self._unaccounted:
             if flight.transfer.finished:
-                flight.report.transfer_s += 0.0 if flight.is_beside else flight.transfer.seconds()
+                flight.report.transfer_s += 0.0 if flight.is_untimed else flight.transfer.seconds()
         self._unaccounted = [flight for flight in self._unaccounted if not flight.transfer.finished]
 
-    def track(self, transfer: Transfer, report: TransitionReport, *, is_beside: bool = False) -> None:
-        """Charge a report the seconds of copies that the caller waits for; see `_Flight` for `is_beside`."""
-        self._unaccounted.append(_Flight(transfer, report, is_beside=is_beside))
+    def track(self, transfer: Transfer, report: TransitionReport, *, is_untimed: bool = False) -> None:
+        """Charge a report the seconds of copies that the caller waits for; see `_Flight` for `is_untimed`."""
+        self._unaccounted.append(_Flight(transfer, report, is_untimed=is_untimed))
 
     def start_refresh(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
         """Start updating the host copy of a group that is only read, so that it can leave without a copy later."""

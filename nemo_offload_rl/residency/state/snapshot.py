@@ -161,7 +161,7 @@ class Snapshot:
         """Return a function that charges each copy of an exchange to the name whose contents move."""
 
         def charge(transfer: Transfer, is_coming: bool) -> None:
-            self.state.track(transfer, report, is_beside=is_coming)
+            self.state.track(transfer, report, is_untimed=is_coming)
             if is_coming:
                 report.group(coming).bytes_in += transfer.num_bytes
             else:

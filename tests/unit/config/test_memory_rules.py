@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.memory import account, host_plan, machine
+from nemo_offload_rl.memory.limits import HostLimit
 from nemo_offload_rl.policy import communicators
-from nemo_offload_rl.residency import HostLimit
 from nemo_offload_rl.runs.loading import load_dpo_config, load_grpo_config, load_sft_config
 from nemo_offload_rl.utils.flops import ModelSizes
 from nemo_offload_rl.utils.gpu_memory import GpuUse

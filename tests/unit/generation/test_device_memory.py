@@ -55,19 +55,19 @@ def test_room_needs_a_margin_for_the_grain_of_mappings(gpu):
 
 
 def test_room_for_what_others_allocate_next_is_waited_for_beside_the_engines(gpu, monkeypatch):
-    monkeypatch.setattr(device_memory, "BESIDE_TIMEOUT_S", 300.0)
+    monkeypatch.setattr(device_memory, "EXTRA_TIMEOUT_S", 300.0)
     gpu.free_bytes = 62 * GIB
     giver = threading.Timer(0.1, lambda: setattr(gpu, "free_bytes", 70 * GIB))
     giver.start()
-    assert device_memory.wait_for_room(["kv_cache"], 300.0, {}, beside_bytes=3 * GIB) is True
+    assert device_memory.wait_for_room(["kv_cache"], 300.0, {}, extra_bytes=3 * GIB) is True
     assert gpu.free_bytes == 70 * GIB
     giver.join()
 
 
 def test_room_for_what_others_allocate_next_that_does_not_come_does_not_keep_the_engine_asleep(gpu, monkeypatch):
-    monkeypatch.setattr(device_memory, "BESIDE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(device_memory, "EXTRA_TIMEOUT_S", 0.01)
     gpu.free_bytes = 62 * GIB
-    assert device_memory.wait_for_room(["kv_cache"], 20.0, {}, beside_bytes=3 * GIB) is False
+    assert device_memory.wait_for_room(["kv_cache"], 20.0, {}, extra_bytes=3 * GIB) is False
 
 
 class AsleepEngine(VllmEngineBase):
@@ -91,7 +91,7 @@ class AsleepEngine(VllmEngineBase):
 
 
 def test_an_engine_has_room_for_what_others_allocate_next_if_all_of_its_workers_have(gpu, monkeypatch):
-    monkeypatch.setattr(device_memory, "BESIDE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(device_memory, "EXTRA_TIMEOUT_S", 0.01)
     monkeypatch.setattr("nemo_offload_rl.generation.vllm.base.HAND_OVER_TIMEOUT_S", 0.02)
     engine = AsleepEngine(gpu, [70, 62])
     engine.name_processes({7: "policy worker 0"})

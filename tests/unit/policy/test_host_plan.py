@@ -17,6 +17,7 @@ from nemo_offload_rl.memory.host_plan import (
     render_host_plan,
     resident_groups,
 )
+from nemo_offload_rl.protocols.backend import ExpectedBytes
 from nemo_offload_rl.residency import (
     GRADS_PART,
     OPTIMIZER,
@@ -49,12 +50,9 @@ def need_of(
 ):
     return HostNeed(
         settings=make_settings("a-model", backend=backend, host_memory_budget_gib=budget_gib, **changes),
-        sizes=sizes,
-        reference_bytes=sizes[PARAMS] if keep_reference else 0,
+        expected=ExpectedBytes(sizes, 0, sizes[PARAMS] if keep_reference else 0, activations, reference_is_cast),
         device_bytes=80 * GIB,
         other={"process": GIB // 2},
-        activation_bytes=activations,
-        reference_is_cast=reference_is_cast,
     )
 
 
@@ -133,7 +131,7 @@ def test_state_that_all_streams_is_told_of_moments_of_16_bits_where_there_are_so
     )
     fits = need_of(None, keep_reference=False, activations=0, colocated=False, **streamed)
     (narrow,) = [change for change in _changes(fits) if change.override == keys]
-    assert narrow.apply(fits).sizes == {PARAMS: 4 * GIB, OPTIMIZER_PART: 12 * GIB}  # 6 bytes a parameter of 10
+    assert narrow.apply(fits).expected.state == {PARAMS: 4 * GIB, OPTIMIZER_PART: 12 * GIB}  # 6 bytes a parameter of 10
 
 
 NEEDS = st.fixed_dictionaries(
@@ -169,16 +167,16 @@ def obey(need, message):
     """The need after what the message says, as a user would change the configuration."""
     backend = need.settings.backend.section
     if lower := re.search(rf"lower policy\.{backend}\.{LIMIT} to ([\d.]+),", message):
-        return replace(need, activation_bytes=min(need.activation_bytes, int(float(lower[1]) * GIB)))
+        return need.expecting(activations=min(need.expected.activations, int(float(lower[1]) * GIB)))
     policy = need.settings
     for override in re.search(r"; use (.*), which needs", message)[1].split():
         key, _, value = override.lstrip("+").partition("=")
         if key in ("loss_fn.reference_policy_kl_penalty", "dpo.precompute_reference_logprobs"):
             has_engine = policy.colocated or policy.engine_memory_share > 0
             assert key.startswith("loss_fn" if has_engine else "dpo")
-            need = replace(need, reference_bytes=0)
+            need = need.expecting(reference=0)
         elif key == ACTIVATION_KEYS[backend]:
-            need = replace(need, activation_bytes=0)
+            need = need.expecting(activations=0)
         elif key.startswith("policy.residency_overrides."):
             assert has_residency_keys(policy)
             policy = replace(policy, residency_overrides={**policy.residency_overrides, key.rpartition(".")[2]: value})
@@ -186,14 +184,14 @@ def obey(need, message):
             policy = replace(policy, offload_optimizer_states_for_logprob=False)
         elif key == "policy.optimizer.name":
             assert value == "nemo_offload_rl.optim.AdamW"
-            half = {name: size // 2 for name, size in need.sizes.items() if name.startswith(OPTIMIZER)}
-            need = replace(need, sizes={**need.sizes, **half})
+            half = {name: size // 2 for name, size in need.expected.state.items() if name.startswith(OPTIMIZER)}
+            need = need.expecting(state={**need.expected.state, **half})
         else:
             section = "megatron_cfg.optimizer" if policy.megatron_cfg else "dtensor_cfg"
             assert key == f"policy.{section}.offload_optimizer_states"
             kept = make_settings("a-model", backend="megatron" if policy.megatron_cfg else "dtensor")
             policy = replace(policy, dtensor_cfg=kept.dtensor_cfg, megatron_cfg=kept.megatron_cfg)
-            need = replace(need, sizes=STATE)
+            need = need.expecting(state=STATE)
         need = replace(need, settings=policy)
     return need
 
@@ -221,7 +219,7 @@ def test_streamed_parts_take_no_room_from_groups_that_can_stay():
     sizes = {PARAMS: 10 * GIB, OPTIMIZER_PART: 60 * GIB}
     auto = make_settings("a-model", residency="auto", offload_optimizer_states=True)
     assert resident_groups(auto, sizes, 80 * GIB) == {PARAMS}
-    need = HostNeed(auto, sizes, 0, 80 * GIB, {}, 0)
+    need = HostNeed(auto, ExpectedBytes(sizes, 0, 0), 80 * GIB, {})
     plan = need.resolve().plan
     assert plan.placement(PARAMS, Phase.GENERATION) is Placement.UNCHANGED
     assert need.resolve().arena == {OPTIMIZER_PART: 60 * GIB}

@@ -7,17 +7,20 @@ from cgroups import write_tree
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_offload_rl.memory import ray_memory
-from nemo_offload_rl.memory.ray_memory import (
+from nemo_offload_rl.memory import limits as limits_module
+from nemo_offload_rl.memory.limits import (
     THRESHOLD,
+    HostLimit,
     as_started_here,
     host_limits,
     killed_by_kernel,
     killed_by_monitor,
+    memory_total_bytes,
+    oom_kills,
     oom_kills_at_first,
+    read_host_limits,
     watched,
 )
-from nemo_offload_rl.residency import HostLimit, memory_total_bytes, oom_kills, read_host_limits
 
 CONTAINER = "/sys/fs/cgroup/memory.max"
 # What Ray 2.60 said of a worker that it had killed, without the list of processes that follows.
@@ -63,7 +66,7 @@ def test_what_the_environment_says_counts_and_where_there_is_no_monitor_nothing_
 def test_a_ray_that_starts_here_leaves_at_most_3_gib_free_unless_it_is_told_otherwise(monkeypatch):
     assert as_started_here({THRESHOLD: "0.7", "other": "x"}) == {THRESHOLD: "0.7", "other": "x"}
     for total_gib, threshold in ((16, 0.95), (60, 0.95), (128, 1 - 3 / 128), (2048, 1 - 3 / 2048)):
-        monkeypatch.setattr("nemo_offload_rl.memory.ray_memory.memory_total_bytes", lambda size=total_gib: size << 30)
+        monkeypatch.setattr("nemo_offload_rl.memory.limits.memory_total_bytes", lambda size=total_gib: size << 30)
         assert float(as_started_here({})[THRESHOLD]) == pytest.approx(threshold, abs=1e-4)
 
 
@@ -84,7 +87,7 @@ def test_a_worker_that_the_monitor_killed_is_explained_in_one_line_and_nothing_e
 def test_kills_of_the_kernel_since_the_start_are_told_with_their_cgroup(tmp_path, monkeypatch, version, name, text):
     folders = {"/": {}, "/job": {name: text.format(2)}, "/job/step": {name: text.format(1)}}
     proc = write_tree(tmp_path, folders, "/job/step", version)
-    monkeypatch.setattr(ray_memory, "oom_kills", partial(oom_kills, proc))
+    monkeypatch.setattr(limits_module, "oom_kills", partial(oom_kills, proc))
     oom_kills_at_first.cache_clear()
     try:
         assert oom_kills_at_first() == {

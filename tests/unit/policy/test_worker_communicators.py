@@ -23,9 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy import communicators
-from nemo_offload_rl.policy.communicators import make_communicators, nccl_problem
+from nemo_offload_rl.policy.communicators import Communicators, make_communicators, nccl_problem
 from nemo_offload_rl.protocols.backend import ProcessInfo
-from nemo_offload_rl.residency import Communicators
 
 OF_OBJECTS = ("all_gather_object", "gather_object", "broadcast_object_list")
 CASES: dict[str, dict[str, Any]] = {

@@ -25,13 +25,13 @@ MOVES = st.lists(st.sampled_from([*Phase, "step", "poll", "prefetch", "go", "set
     streamed=st.booleans(),
     part_bytes=st.sampled_from([None, 1, 300]),
     free_bytes=st.sampled_from([0, RESERVE_BYTES + 300, RESERVE_BYTES + 2100, 1 << 40]),
-    beside_engine_bytes=st.sampled_from([0, 1, 1 << 41]),  # nothing, less and more than is held
+    left_by_engine_bytes=st.sampled_from([0, 1, 1 << 41]),  # nothing, less and more than is held
 )
 def test_no_copy_is_read_before_it_was_waited_for_whatever_the_order_of_phases(
-    moves, for_logprob, streamed, part_bytes, free_bytes, beside_engine_bytes
+    moves, for_logprob, streamed, part_bytes, free_bytes, left_by_engine_bytes
 ):
     flags = {"offload_optimizer_states_for_logprob": for_logprob, "offload_optimizer_states": streamed}
-    moved = Training(DeferredDevice(free_bytes), part_bytes, beside_engine_bytes=beside_engine_bytes, **flags)
+    moved = Training(DeferredDevice(free_bytes), part_bytes, left_by_engine_bytes=left_by_engine_bytes, **flags)
     plain = Training()
     for move in moves:
         if move == "step":
@@ -93,9 +93,9 @@ def test_leaving_memory_is_kept_until_its_copy_has_finished_and_generation_waits
     assert sum(training.manager.device_bytes().values()) == 0
 
 
-@pytest.mark.parametrize("beside_engine_bytes", [0, 1, 1 << 40])
-def test_generation_does_not_wait_for_memory_that_the_engine_leaves(beside_engine_bytes):
-    training = Training(device=DeferredDevice(), beside_engine_bytes=beside_engine_bytes)
+@pytest.mark.parametrize("left_by_engine_bytes", [0, 1, 1 << 40])
+def test_generation_does_not_wait_for_memory_that_the_engine_leaves(left_by_engine_bytes):
+    training = Training(device=DeferredDevice(), left_by_engine_bytes=left_by_engine_bytes)
     manager = training.manager
     training.step()
     trained = training.contents()
@@ -103,7 +103,7 @@ def test_generation_does_not_wait_for_memory_that_the_engine_leaves(beside_engin
     held_bytes = manager.device_bytes()
     report = manager.enter(Phase.GENERATION, waits_for_all=False)
     assert report.groups["params"].bytes_clean == held_bytes["params"]
-    stays = beside_engine_bytes == 1 << 40
+    stays = left_by_engine_bytes == 1 << 40
     assert manager.device_bytes() == (held_bytes if stays else dict.fromkeys(held_bytes, 0))
     manager.finish_leaving()
     assert sum(manager.device_bytes().values()) == 0
@@ -236,7 +236,7 @@ def test_memory_goes_back_where_an_engine_takes_it_and_stays_cached_between_trai
 
 @pytest.mark.parametrize("colocated", [False, True])
 def test_an_engine_elsewhere_gets_no_memory_and_one_here_gets_all_that_is_free(colocated):
-    training = Training(device=Watched(), beside_engine_bytes=1 << 41, colocated=colocated)
+    training = Training(device=Watched(), left_by_engine_bytes=1 << 41, colocated=colocated)
     device = training.manager._device
     training.step()
     training.manager.enter(Phase.REFIT)

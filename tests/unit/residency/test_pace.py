@@ -107,7 +107,7 @@ def test_generation_waits_for_as_many_parts_as_the_engine_needs_and_the_others_l
     monkeypatch.setattr(device, "release_cache", release_cache)
     monkeypatch.setattr(device, "reserved_bytes", reserved_bytes)
     monkeypatch.setattr(device, "allocated_bytes", lambda: 0 if is_divided else PART_BYTES * training.held_parts())
-    monkeypatch.setattr(manager, "_beside_engine_bytes", num_parts * PART_BYTES)
+    monkeypatch.setattr(manager, "_left_by_engine_bytes", num_parts * PART_BYTES)
     in_cache.append(NUM_PARTS)
     manager.enter(Phase.REFIT)
     before = [(report.exposed_s, report.give_back_s) for report in manager.reports.drain()]

@@ -52,7 +52,7 @@ class Training:
         overlap: bool = True,
         read_dtype: torch.dtype | None = None,
         verify: bool = False,
-        beside_engine_bytes: int = 0,
+        left_by_engine_bytes: int = 0,
         **changes: bool | frozenset[str],
     ) -> None:
         torch.manual_seed(0)
@@ -77,7 +77,7 @@ class Training:
             device=device or CpuDevice(),
             overlap=overlap,
             verify=verify,
-            beside_engine_bytes=beside_engine_bytes,
+            left_by_engine_bytes=left_by_engine_bytes,
         )
 
     @torch.no_grad()

@@ -89,7 +89,7 @@ class Engine:
         self._receiver = SharedMemoryReceiver()
         self.loaded: dict[str, torch.Tensor] = {}
 
-    def wait_for_room(self, tags: Sequence[str], beside_bytes: int = 0) -> bool:
+    def wait_for_room(self, tags: Sequence[str], extra_bytes: int = 0) -> bool:
         return True
 
     def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
@@ -190,11 +190,11 @@ def test_the_policy_leaves_while_the_engine_wakes_and_the_parts_are_timed() -> N
 
 def test_the_first_buckets_are_filled_while_the_engine_maps_its_weights_and_its_wait_counts_what_they_take() -> None:
     class MappingEngine(Engine):
-        beside_bytes: int | None = None
+        extra_bytes: int | None = None
 
-        def wait_for_room(self, tags: Sequence[str], beside_bytes: int = 0) -> bool:
-            self.beside_bytes = beside_bytes
-            return super().wait_for_room(tags, beside_bytes)
+        def wait_for_room(self, tags: Sequence[str], extra_bytes: int = 0) -> bool:
+            self.extra_bytes = extra_bytes
+            return super().wait_for_room(tags, extra_bytes)
 
         def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
             if tags == ["weights"]:
@@ -206,7 +206,7 @@ def test_the_first_buckets_are_filled_while_the_engine_maps_its_weights_and_its_
     policy.work_bytes = 100
     engine = MappingEngine(events, policy)
     assert refit(policy, engine).num_buckets == len(TENSORS)  # type: ignore[arg-type]
-    assert engine.beside_bytes == 100
+    assert engine.extra_bytes == 100
     assert set(engine.loaded) == set(TENSORS)
     assert events[:3] == ["offload_before_refit", "start_refit", "wake ['weights']"]
     assert events.count("start_refit") == 1
@@ -214,7 +214,7 @@ def test_the_first_buckets_are_filled_while_the_engine_maps_its_weights_and_its_
 
 def test_no_bucket_is_filled_before_the_engine_is_awake_where_there_is_no_room_for_both() -> None:
     class CrowdedEngine(Engine):
-        def wait_for_room(self, tags: Sequence[str], beside_bytes: int = 0) -> bool:
+        def wait_for_room(self, tags: Sequence[str], extra_bytes: int = 0) -> bool:
             return False
 
     events: list[str] = []
@@ -238,7 +238,7 @@ class WaitingEngine(Engine):
 
     num_when_mapped = 0
 
-    def wait_for_room(self, tags: Sequence[str], beside_bytes: int = 0) -> bool:
+    def wait_for_room(self, tags: Sequence[str], extra_bytes: int = 0) -> bool:
         for _ in range(3):
             assert self._policy.released.acquire(timeout=300), "no memory was released"
         return True
@@ -280,7 +280,7 @@ def test_an_engine_that_lacks_room_for_its_kv_cache_all_the_same_gets_the_rest(m
 
 def test_an_engine_that_finds_no_room_for_its_weights_ends_the_refit_before_it_begins() -> None:
     class FullEngine(Engine):
-        def wait_for_room(self, tags: Sequence[str], beside_bytes: int = 0) -> bool:
+        def wait_for_room(self, tags: Sequence[str], extra_bytes: int = 0) -> bool:
             raise DeviceMemoryError("no room")
 
     events: list[str] = []

@@ -63,7 +63,7 @@ def megatron_tensor_parallel_experts_need_sequence_parallel(cfg: PolicyRun) -> s
     if megatron.expert_model_parallel_size > 1 or (model is not None and ModelShape.of(model).num_experts):
         return (
             f"{KEY}.tensor_model_parallel_size is {megatron.tensor_model_parallel_size} for a mixture-of-experts "
-            "model, which Megatron trains so only beside sequence parallelism; set sequence_parallel to true or the "
+            "model, which Megatron trains only with sequence parallelism; set sequence_parallel to true or the "
             "size to 1"
         )
     return None

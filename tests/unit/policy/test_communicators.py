@@ -10,7 +10,9 @@ import torch.distributed as dist
 from nccl_stand_in import BROKEN, StandIn, are_suspended, build_stand_in
 from toy_training import Training
 
-from nemo_offload_rl.residency import Communicators, Nccl, Phase, ResidencyError, communicators, totals
+from nemo_offload_rl.policy import communicators
+from nemo_offload_rl.policy.communicators import Communicators, Nccl
+from nemo_offload_rl.residency import Phase, ResidencyError, totals
 
 CPU = torch.device("cpu")
 

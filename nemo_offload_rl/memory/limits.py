@@ -1,15 +1,25 @@
-"""Host memory: its limits, and the budget that the workers of a host share."""
+"""Limits of host memory, the budget that the workers of a host share, and processes killed over a limit.
+
+The kernel limits a machine, its cgroups and each process. Ray's memory monitor kills a worker once its host uses more
+than a share of its memory.
+
+Source: `src/ray/common/threshold_memory_monitor.cc` and "Out-Of-Memory Prevention" in Ray's documentation (2.60).
+"""
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 import resource
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
+
+from nemo_offload_rl.residency import meminfo_bytes
 
 PROC = Path("/proc")
 # Cgroup version 1 writes "no limit" as a number near 2**63.
@@ -20,6 +30,15 @@ _CGROUP_FILES = (
     ("memory.high", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
+THRESHOLD = "RAY_memory_usage_threshold"
+_REFRESH = "RAY_memory_monitor_refresh_ms"
+_DEFAULT_THRESHOLD = 0.95
+# Memory that a Ray started here leaves free, if that is less than its default.
+_FREE_BYTES = 3 * 2**30
+_MACHINE = "MemAvailable"
+# Files with a container's limit that the monitor reads, for both versions of cgroups.
+_CONTAINER = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_KILLED = re.compile(r"Memory usage (\d+)B exceeded threshold of (\d+)B \((\S+)% of (\d+)B limit\)")
 
 
 @dataclass(frozen=True)
@@ -68,14 +87,9 @@ class HostShare:
     num_bytes: int
 
 
-def available_bytes() -> int:
-    """Memory available to new work, as the kernel estimates it."""
-    return _meminfo_bytes(PROC, "MemAvailable")
-
-
 def memory_total_bytes() -> int:
     """Memory of the machine."""
-    return _meminfo_bytes(PROC, "MemTotal")
+    return meminfo_bytes("MemTotal")
 
 
 def resident_bytes() -> int:
@@ -93,7 +107,7 @@ def read_host_limits(proc: Path = PROC) -> tuple[HostLimit, ...]:
         proc: Folder of the kernel's files.
     """
     machine = _machine_id(proc)
-    available, total = (_meminfo_bytes(proc, name) for name in ("MemAvailable", "MemTotal"))
+    available, total = (meminfo_bytes(name, proc) for name in ("MemAvailable", "MemTotal"))
     limits = [HostLimit(f"{machine} memory", "MemAvailable", available, total)]
     for folder in _cgroup_folders(proc):
         for maximum, current, cache in _CGROUP_FILES:
@@ -126,12 +140,6 @@ def oom_kills(proc: Path = PROC) -> dict[str, int]:
     files = [folder / name for folder in _cgroup_folders(proc) for name in ("memory.events", "memory.oom_control")]
     counts = {str(file.parent): _table(file).get("oom_kill") for file in files if file.is_file()}
     return {folder: count for folder, count in counts.items() if count is not None}
-
-
-def lockable_bytes() -> int | None:
-    """RLIMIT_MEMLOCK of this process; None without a limit."""
-    soft_limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft_limit == resource.RLIM_INFINITY else soft_limit
 
 
 def reserve_host_memory(
@@ -179,11 +187,81 @@ def judge_host_memory(
     return HostShare(needs[rank] + min(spare))
 
 
-def _meminfo_bytes(proc: Path, name: str) -> int:
-    table = _table(proc / "meminfo")
-    if f"{name}:" not in table:
-        raise OSError(f"{proc}/meminfo has no line {name}")
-    return table[f"{name}:"] * 1024
+def as_started_here(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the environment of a Ray started on this machine: the smaller of 3 GiB and 5 % must stay free.
+
+    A run knows its need before it starts, and 5 % of a host of 1 TiB are 51 GiB. A threshold that is already set stays.
+    """
+    return {THRESHOLD: f"{share_in_use(memory_total_bytes()):.4f}", **environment}
+
+
+def share_in_use(total_bytes: int) -> float:
+    """Share of a host's memory that may be in use if a run starts Ray there."""
+    return max(_DEFAULT_THRESHOLD, 1 - _FREE_BYTES / total_bytes)
+
+
+def host_limits(environment: Mapping[str, str] = os.environ) -> tuple[HostLimit, ...]:
+    """Read the host's limits, lowered to what Ray's monitor allows.
+
+    Args:
+        environment: Environment of Ray's daemon on this host; its workers inherit it.
+    """
+    if environment.get(_REFRESH, "").strip() == "0":
+        return read_host_limits()
+    try:
+        threshold = float(environment.get(THRESHOLD, _DEFAULT_THRESHOLD))
+    except ValueError:
+        threshold = _DEFAULT_THRESHOLD
+    return watched(read_host_limits(), threshold)
+
+
+def watched(limits: Sequence[HostLimit], threshold: float) -> tuple[HostLimit, ...]:
+    """Lower the limit that the monitor watches (the machine's, or a smaller container's) to where it kills.
+
+    Args:
+        limits: Limits of a process.
+        threshold: Share of the whole memory that may be in use.
+    """
+    candidates = [limit for limit in limits if limit.name == _MACHINE or limit.name in _CONTAINER]
+    if not candidates:
+        return tuple(limits)
+    chosen = min(candidates, key=lambda limit: limit.whole_bytes)
+    left_bytes = chosen.left_bytes - int((1 - threshold) * chosen.whole_bytes)
+    name = f"Ray's memory monitor ({THRESHOLD}={threshold:g})"
+    lowered = replace(chosen, name=name, left_bytes=max(0, left_bytes))
+    return tuple(lowered if limit is chosen else limit for limit in limits)
+
+
+def killed_by_monitor(text: str) -> str | None:
+    """Shorten Ray's report on a worker that the monitor killed to one line; None for any other text."""
+    found = _KILLED.search(text)
+    if found is None:
+        return None
+    used, allowed, whole = (int(found.group(group)) / 2**30 for group in (1, 2, 4))
+    return (
+        f"Ray's memory monitor killed it, because {used:.2f} of {whole:.2f} GiB of its host's memory were in use, and "
+        f"{THRESHOLD} allows {allowed:.2f} ({found.group(3)} %). Keep less in host memory (docs/guides/memory.md), or "
+        f"set {THRESHOLD} higher where Ray starts"
+    )
+
+
+@functools.cache
+def oom_kills_at_first() -> Mapping[str, int]:
+    """Return the kernel's counters at the time of the first call, which must be made before workers start."""
+    return oom_kills()
+
+
+def killed_by_kernel() -> str | None:
+    """One line if the kernel has killed processes since `oom_kills_at_first`; None if not or on another host."""
+    before = oom_kills_at_first()
+    for folder, count in oom_kills().items():
+        if (num_killed := count - before.get(folder, 0)) > 0:
+            processes = "1 process" if num_killed == 1 else f"{num_killed} processes"
+            return (
+                f"the kernel has killed {processes} of the cgroup {folder} since the start, for lack of memory: keep "
+                "less in host memory (docs/guides/memory.md), or raise its limit"
+            )
+    return None
 
 
 def _machine_id(proc: Path) -> str:
