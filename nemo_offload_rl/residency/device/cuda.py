@@ -16,21 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_offload_rl.residency.device.cuda_transfer import CopiesOut, CudaTransfer
-from nemo_offload_rl.residency.device.device import CpuDevice, Device, FinishedTransfer, Room, Transfer, copy_now
-from nemo_offload_rl.residency.device.pieces import (
+from nemo_offload_rl.residency.device.cuda_copies import (
     CHUNK_BYTES,
     STAGING_BYTES,
-    Copy,
+    CopiesOut,
+    CudaTransfer,
     Piece,
     end_of_cuda_allocation,
     pieces_of,
 )
+from nemo_offload_rl.residency.device.device import Copy, CpuDevice, Device, FinishedTransfer, Room, Transfer, copy_now
 from nemo_offload_rl.residency.host.regions import HostRegion, new_region_on
 from nemo_offload_rl.residency.table.errors import DeviceOutOfMemoryError
 from nemo_offload_rl.residency.table.groups import StorageRecord, unique_storages
-from nemo_offload_rl.residency.table.ledger import TransitionReport
-from nemo_offload_rl.residency.table.leftovers import Leftover, find_kept_blocks, find_leftovers
+from nemo_offload_rl.residency.table.ledger import Leftover, TransitionReport, find_kept_blocks, find_leftovers
 
 # Constants of torch's allocator (c10/cuda/CUDACachingAllocator.cpp): sizes are multiples of BLOCK_BYTES; those up to
 # SMALL_BYTES have pages of their own.

@@ -17,11 +17,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nemo_offload_rl.residency.device.pieces import Copy
 from nemo_offload_rl.residency.host.regions import HostRegion, PageableRegion
 from nemo_offload_rl.residency.table.groups import StorageRecord
-from nemo_offload_rl.residency.table.ledger import TransitionReport
-from nemo_offload_rl.residency.table.leftovers import Leftover, find_leftovers
+from nemo_offload_rl.residency.table.ledger import Leftover, TransitionReport, find_leftovers
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One copy's bytes on both sides: [N] uint8 each."""
+
+    device: Tensor
+    host: Tensor
 
 
 @dataclass(frozen=True)

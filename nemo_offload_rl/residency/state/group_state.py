@@ -16,13 +16,11 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from nemo_offload_rl.residency.device.device import Device, Room, Transfer
-from nemo_offload_rl.residency.device.pieces import Copy
+from nemo_offload_rl.residency.device.device import Copy, Device, Room, Transfer
 from nemo_offload_rl.residency.host.arena import HostMirror
-from nemo_offload_rl.residency.state.arrival_order import ArrivalOrder
 from nemo_offload_rl.residency.state.frozen_copy import FrozenCopy
 from nemo_offload_rl.residency.table.errors import ResidencyError
-from nemo_offload_rl.residency.table.groups import StateGroup, StorageRecord, storage_bytes, storage_key
+from nemo_offload_rl.residency.table.groups import ArrivalOrder, StateGroup, StorageRecord, storage_bytes, storage_key
 from nemo_offload_rl.residency.table.ledger import TransitionReport
 from nemo_offload_rl.residency.table.plan import Placement
 

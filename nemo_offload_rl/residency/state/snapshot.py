@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from nemo_offload_rl.residency.device.device import Device, Room, Transfer
-from nemo_offload_rl.residency.state.exchange import Exchange
-from nemo_offload_rl.residency.state.frozen_copy import Form, FrozenCopy
+from nemo_offload_rl.residency.state.frozen_copy import Exchange, Form, FrozenCopy
 from nemo_offload_rl.residency.state.group_state import GroupState
 from nemo_offload_rl.residency.state.transaction import GroupSet
 from nemo_offload_rl.residency.streams.passing import PassingParts

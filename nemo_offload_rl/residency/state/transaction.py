@@ -12,8 +12,7 @@ from nemo_offload_rl.residency.device.device import Device
 from nemo_offload_rl.residency.state.group_state import GroupState
 from nemo_offload_rl.residency.table.errors import ResidencyError
 from nemo_offload_rl.residency.table.groups import StorageRecord, local_tensor, storage_key, unique_storages
-from nemo_offload_rl.residency.table.ledger import TransitionReport
-from nemo_offload_rl.residency.table.leftovers import REPORTED_FROM_BYTES, Leftover
+from nemo_offload_rl.residency.table.ledger import REPORTED_FROM_BYTES, Leftover, TransitionReport
 from nemo_offload_rl.residency.table.plan import Phase, Placement
 
 type Records = dict[str, dict[int, StorageRecord]]

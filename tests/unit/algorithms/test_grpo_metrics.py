@@ -21,7 +21,7 @@ from nemo_offload_rl.environments.interfaces import Unscored
 from nemo_offload_rl.experience.types import Rollout, RolloutBatch, Segment
 from nemo_offload_rl.protocols.loss import TrainResult
 from nemo_offload_rl.residency import Phase, TransitionReport
-from nemo_offload_rl.residency.table.leftovers import Leftover
+from nemo_offload_rl.residency.table.ledger import Leftover
 
 
 def make_rollout(question: str, answer: str, *, correct: bool, truncated: bool = False) -> Rollout:

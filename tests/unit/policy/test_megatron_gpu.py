@@ -23,8 +23,8 @@ from nemo_offload_rl.backends.megatron.upstream import buffer_room
 from nemo_offload_rl.keys.policy import BatchingConfig
 from nemo_offload_rl.policy.worker import PolicyWorker
 from nemo_offload_rl.protocols.backend import ProcessInfo
-from nemo_offload_rl.residency.device.cuda import STAGING_BYTES
-from nemo_offload_rl.residency.table.leftovers import find_leftovers
+from nemo_offload_rl.residency.device.cuda_copies import STAGING_BYTES
+from nemo_offload_rl.residency.table.ledger import find_leftovers
 
 logger = logging.getLogger(__name__)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

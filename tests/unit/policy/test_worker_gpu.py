@@ -14,7 +14,8 @@ from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.errors import UserError
 from nemo_offload_rl.policy.worker import PolicyWorker
 from nemo_offload_rl.protocols.backend import ProcessInfo
-from nemo_offload_rl.residency.device.cuda import STAGING_BYTES, CudaDevice
+from nemo_offload_rl.residency.device.cuda import CudaDevice
+from nemo_offload_rl.residency.device.cuda_copies import STAGING_BYTES
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 
-from nemo_offload_rl.residency.device.device import CpuDevice
-from nemo_offload_rl.residency.device.pieces import Copy
+from nemo_offload_rl.residency.device.device import Copy, CpuDevice
 from nemo_offload_rl.residency.table.ledger import TransitionReport
 
 

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from nemo_offload_rl.residency.device.device import CpuDevice, Room
-from nemo_offload_rl.residency.device.pieces import Copy
+from nemo_offload_rl.residency.device.device import Copy, CpuDevice, Room
 
 type Unseen = tuple[int, torch.Tensor, torch.Tensor]
 """Of a copy to the host: the transfer's number, where the bytes go, and what they are."""

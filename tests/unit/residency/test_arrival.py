@@ -15,7 +15,7 @@ from toy_training import WIDTH, Training, assert_bitwise_equal
 
 from nemo_offload_rl.residency import DeviceOutOfMemoryError, Phase, Placement, TensorGroup, unique_storages
 from nemo_offload_rl.residency.device.device import Room
-from nemo_offload_rl.residency.state.arrival_order import ArrivalOrder
+from nemo_offload_rl.residency.table.groups import ArrivalOrder
 
 
 def arrived(training: Training) -> list[str]:

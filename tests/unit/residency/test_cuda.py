@@ -25,9 +25,8 @@ from nemo_offload_rl.residency import (
     optimizer_tensors,
     resolve_plan,
 )
-from nemo_offload_rl.residency.device import cuda_transfer
-from nemo_offload_rl.residency.device.device import Room
-from nemo_offload_rl.residency.device.pieces import Copy
+from nemo_offload_rl.residency.device import cuda_copies
+from nemo_offload_rl.residency.device.device import Copy, Room
 from nemo_offload_rl.residency.host import regions as host_regions
 from nemo_offload_rl.residency.streams.work_memory import RESERVE_BYTES
 
@@ -120,7 +119,7 @@ def test_parts_that_come_ahead_and_hand_over_their_memory_change_no_bit(monkeypa
         device, "room_bytes", lambda _: RESERVE_BYTES + (room + 1 - moved.held_parts()) * part_bytes + part_bytes // 2
     )
     monkeypatch.setattr(device, "drain_peak_bytes", lambda: 0)
-    monkeypatch.setattr(cuda_transfer, "PACE_BYTES", 2 * part_bytes)
+    monkeypatch.setattr(cuda_copies, "PACE_BYTES", 2 * part_bytes)
     plain = PartsTraining(make_device(torch.device("cuda")), streamed=False, width=width, torch_device="cuda")
     for index in range(6):
         for training in (moved, plain):

@@ -14,10 +14,9 @@ from toy_parts import NUM_PARTS, PartsTraining, give_room
 from toy_training import Training, assert_bitwise_equal
 
 from nemo_offload_rl.residency import DeviceOutOfMemoryError, HostArena, HostBudgetError, Phase, TransitionReport
-from nemo_offload_rl.residency.device import cuda, pieces
+from nemo_offload_rl.residency.device import cuda, cuda_copies
 from nemo_offload_rl.residency.device.cuda import CudaDevice
-from nemo_offload_rl.residency.device.device import Room
-from nemo_offload_rl.residency.device.pieces import Copy
+from nemo_offload_rl.residency.device.device import Copy, Room
 from nemo_offload_rl.residency.host import regions as host_regions
 from nemo_offload_rl.residency.table import ledger
 
@@ -37,7 +36,7 @@ VARIANTS = {
 @pytest.mark.parametrize("staged_below", [0, 200, 4 << 20], ids=["alone", "mixed", "staged"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_late_copies_through_streams_staging_and_events_change_no_bit(monkeypatch, variant, staged_below):
-    monkeypatch.setattr(pieces, "STAGED_BELOW_BYTES", staged_below)
+    monkeypatch.setattr(cuda_copies, "STAGED_BELOW_BYTES", staged_below)
     monkeypatch.setattr(cuda, "CHUNK_BYTES", 512)
     runtime = FakeRuntime()
     read_dtype = torch.bfloat16 if "layered" in VARIANTS[variant] else torch.float32
@@ -67,7 +66,7 @@ def test_late_copies_through_streams_staging_and_events_change_no_bit(monkeypatc
 
 @pytest.mark.parametrize("room", [0, 3, 20])
 def test_parts_that_come_ahead_and_hand_over_their_memory_change_no_bit(monkeypatch, room):
-    monkeypatch.setattr(pieces, "STAGED_BELOW_BYTES", 0)
+    monkeypatch.setattr(cuda_copies, "STAGED_BELOW_BYTES", 0)
     device = make_cuda_device(monkeypatch, FakeRuntime())
     held = PartsTraining(device)
     give_room(held, monkeypatch, room)
@@ -96,7 +95,7 @@ def make_copies(arena, sizes):
 
 
 def test_memory_can_be_released_chunk_by_chunk_while_later_copies_wait(monkeypatch):
-    monkeypatch.setattr(pieces, "STAGED_BELOW_BYTES", 0)
+    monkeypatch.setattr(cuda_copies, "STAGED_BELOW_BYTES", 0)
     monkeypatch.setattr(cuda, "CHUNK_BYTES", 2000)
     device = make_cuda_device(monkeypatch, FakeRuntime())
     arena = HostArena(device.new_region)
@@ -187,7 +186,7 @@ def test_what_was_waited_for_on_the_device_is_exposed_and_what_was_not_is_hidden
 
 
 def test_the_first_copies_can_be_waited_for_while_later_ones_wait_and_what_each_wait_exposes_is_summed(monkeypatch):
-    monkeypatch.setattr(pieces, "STAGED_BELOW_BYTES", 0)
+    monkeypatch.setattr(cuda_copies, "STAGED_BELOW_BYTES", 0)
     monkeypatch.setattr(cuda, "CHUNK_BYTES", 2000)
     device = make_cuda_device(monkeypatch, FakeRuntime())
     arena = HostArena(device.new_region)
@@ -209,7 +208,7 @@ def test_the_first_copies_can_be_waited_for_while_later_ones_wait_and_what_each_
 
 
 def test_what_layers_wait_for_is_charged_to_the_phase_that_brought_them_once_the_last_has_run(monkeypatch):
-    monkeypatch.setattr(pieces, "STAGED_BELOW_BYTES", 0)
+    monkeypatch.setattr(cuda_copies, "STAGED_BELOW_BYTES", 0)
     monkeypatch.setattr(cuda, "CHUNK_BYTES", 1)
     monkeypatch.setattr(ledger, "time", SimpleNamespace(perf_counter=lambda: 0.0))  # what `enter` takes the host
     device = make_cuda_device(monkeypatch, FakeRuntime())

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_offload_rl.residency import HostArena
-from nemo_offload_rl.residency.device.pieces import CHUNK_BYTES, STAGED_BELOW_BYTES, STAGING_BYTES, Copy, pieces_of
+from nemo_offload_rl.residency.device.cuda_copies import CHUNK_BYTES, STAGED_BELOW_BYTES, STAGING_BYTES, pieces_of
+from nemo_offload_rl.residency.device.device import Copy
 
 SIZES = st.lists(
     st.one_of(st.integers(1, 2000), st.sampled_from([STAGED_BELOW_BYTES - 1, STAGED_BELOW_BYTES, 3 << 20, 9 << 20])),

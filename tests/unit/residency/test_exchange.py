@@ -12,9 +12,8 @@ from simulated_device import SimulatedDevice
 from toy_training import Training, assert_bitwise_equal
 
 from nemo_offload_rl.residency import CpuDevice, DeviceOutOfMemoryError, Phase, ResidencyError, aligned
-from nemo_offload_rl.residency.device.device import Device, Transfer
-from nemo_offload_rl.residency.device.pieces import Copy
-from nemo_offload_rl.residency.state import exchange
+from nemo_offload_rl.residency.device.device import Copy, Device, Transfer
+from nemo_offload_rl.residency.state import frozen_copy
 
 PIECE_BYTES = 200
 RESIDENT = {"resident_groups": frozenset({"params"}), "offload_optimizer_states": True}
@@ -23,7 +22,7 @@ PHASES = (Phase.REFIT, Phase.GENERATION, Phase.LP_INFERENCE)
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch):
-    monkeypatch.setattr(exchange, "PIECE_BYTES", PIECE_BYTES)
+    monkeypatch.setattr(frozen_copy, "PIECE_BYTES", PIECE_BYTES)
 
 
 def resident_training(device: Device) -> tuple[Training, Training, dict[str, torch.Tensor]]:
@@ -188,7 +187,7 @@ def test_a_copy_that_fails_in_the_middle_is_taken_back_on_both_sides(way, number
 
 def test_after_a_piece_that_was_lost_the_worker_refuses_further_work(monkeypatch):
     training, _, _ = resident_training(CpuDevice())
-    copy, calls = exchange.copy_at_once, []
+    copy, calls = frozen_copy.copy_at_once, []
 
     def fail_at_second(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         calls.append(targets)
@@ -196,7 +195,7 @@ def test_after_a_piece_that_was_lost_the_worker_refuses_further_work(monkeypatch
             raise RuntimeError("a kernel could not be launched")
         copy(targets, sources)
 
-    monkeypatch.setattr(exchange, "copy_at_once", fail_at_second)
+    monkeypatch.setattr(frozen_copy, "copy_at_once", fail_at_second)
     with pytest.raises(ResidencyError, match="middle of a piece"), training.manager.swapped_in("reference"):
         pytest.fail("the body ran with half a reference")
     with pytest.raises(ResidencyError, match=r"refuses to enter training: .*lost while 'reference' was swapped in"):

@@ -21,8 +21,8 @@ from nemo_offload_rl.residency import (
     TransitionReport,
     resolve_plan,
 )
-from nemo_offload_rl.residency.device import cuda, pieces
-from nemo_offload_rl.residency.device.pieces import Copy
+from nemo_offload_rl.residency.device import cuda, cuda_copies
+from nemo_offload_rl.residency.device.device import Copy
 from nemo_offload_rl.residency.table import ledger
 from nemo_offload_rl.residency.table.ledger import Ledger
 
@@ -40,7 +40,7 @@ class Gpu:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cuda, "time", SimpleNamespace(perf_counter=lambda: FakeStream.clock_ms / 1e3))
         self.device = make_cuda_device(monkeypatch, FakeRuntime())
-        monkeypatch.setattr(pieces, "STAGED_BELOW_BYTES", 0)
+        monkeypatch.setattr(cuda_copies, "STAGED_BELOW_BYTES", 0)
         self._arena = HostArena(self.device.new_region)
         self._arena.reserve(1 << 20)
         self.stream = torch.cuda.current_stream()

@@ -7,7 +7,7 @@ from toy_training import Training
 
 from nemo_offload_rl.residency import CpuDevice, Phase, ResidencyError, ResidencyManager, TensorGroup
 from nemo_offload_rl.residency.table.groups import unique_storages
-from nemo_offload_rl.residency.table.leftovers import find_kept_blocks, find_leftovers
+from nemo_offload_rl.residency.table.ledger import find_kept_blocks, find_leftovers
 
 
 def test_a_tensor_that_no_group_lists_and_a_group_that_should_be_away_are_named_with_their_sizes():

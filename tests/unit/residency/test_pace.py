@@ -9,16 +9,16 @@ from toy_parts import NUM_PARTS, PART_BYTES, PartsTraining, give_room
 from toy_training import assert_bitwise_equal
 
 from nemo_offload_rl.residency import HostArena, PassKind, Phase
-from nemo_offload_rl.residency.device import cuda_transfer, pieces
-from nemo_offload_rl.residency.device.pieces import Copy
+from nemo_offload_rl.residency.device import cuda_copies
+from nemo_offload_rl.residency.device.device import Copy
 
 RUNNING_PARTS = 2
 
 
 @pytest.fixture
 def device(monkeypatch):
-    monkeypatch.setattr(pieces, "STAGED_BELOW_BYTES", 0)
-    monkeypatch.setattr(cuda_transfer, "PACE_BYTES", RUNNING_PARTS * PART_BYTES)
+    monkeypatch.setattr(cuda_copies, "STAGED_BELOW_BYTES", 0)
+    monkeypatch.setattr(cuda_copies, "PACE_BYTES", RUNNING_PARTS * PART_BYTES)
     return make_cuda_device(monkeypatch, FakeRuntime())
 
 
@@ -65,7 +65,7 @@ def test_copies_of_parts_start_two_at_a_time_and_memory_goes_back_beside_them(de
 
 def test_memory_does_not_wait_for_a_transfer_that_is_larger_than_what_may_run(device, monkeypatch):
     training = updated(device, monkeypatch)
-    monkeypatch.setattr(cuda_transfer, "PACE_BYTES", PART_BYTES // 4)  # each part is
+    monkeypatch.setattr(cuda_copies, "PACE_BYTES", PART_BYTES // 4)  # each part is
     num_released = []
     monkeypatch.setattr(device, "release_cache", lambda: num_released.append(started(device)))
     training.manager.enter(Phase.REFIT)

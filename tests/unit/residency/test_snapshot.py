@@ -11,7 +11,7 @@ from toy_training import Training, assert_bitwise_equal
 
 from nemo_offload_rl.residency import DeviceOutOfMemoryError, Phase, ResidencyError, snapshot_bytes, storage_key
 from nemo_offload_rl.residency.device.device import Room
-from nemo_offload_rl.residency.state import exchange, frozen_copy
+from nemo_offload_rl.residency.state import frozen_copy
 
 NO_ROOM = 1 << 20
 RESIDENT = frozenset({"params"})
@@ -42,7 +42,7 @@ def test_every_way_of_swapping_shows_the_same_bits_and_restores_the_policys(
     free_bytes, resident, read_dtype, monkeypatch
 ):
     monkeypatch.setattr(frozen_copy, "CAST_AT_ONCE_BYTES", 100)
-    monkeypatch.setattr(exchange, "PIECE_BYTES", 100)
+    monkeypatch.setattr(frozen_copy, "PIECE_BYTES", 100)
     plain = Training()
     plain.step()
     training, initial = with_reference(free_bytes, read_dtype, resident)
@@ -179,7 +179,7 @@ def test_an_exchange_that_fails_half_way_is_taken_back(monkeypatch):
     plain.step()
     training, _ = with_reference()
     training.manager.enter(Phase.LP_INFERENCE)
-    copy, calls = exchange.copy_at_once, []
+    copy, calls = frozen_copy.copy_at_once, []
 
     def fail_at_third_piece(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         calls.append(targets)
@@ -187,8 +187,8 @@ def test_an_exchange_that_fails_half_way_is_taken_back(monkeypatch):
             raise RuntimeError("a kernel could not be launched")
         copy(targets, sources)
 
-    monkeypatch.setattr(exchange, "PIECE_BYTES", 256)
-    monkeypatch.setattr(exchange, "copy_at_once", fail_at_third_piece)
+    monkeypatch.setattr(frozen_copy, "PIECE_BYTES", 256)
+    monkeypatch.setattr(frozen_copy, "copy_at_once", fail_at_third_piece)
     with pytest.raises(RuntimeError, match="kernel"), training.manager.swapped_in("reference"):
         pytest.fail("the body ran with half a reference")
     assert_bitwise_equal(dict(training.model.state_dict()), dict(plain.model.state_dict()))
