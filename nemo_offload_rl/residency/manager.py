@@ -19,9 +19,9 @@ from torch import Tensor
 from nemo_offload_rl.residency.device.device import Device
 from nemo_offload_rl.residency.host.arena import HostArena, HostMirror
 from nemo_offload_rl.residency.state.frozen_copy import FrozenCopy
+from nemo_offload_rl.residency.state.group_set import GroupSet, Records, device_bytes
 from nemo_offload_rl.residency.state.group_state import GroupState, LayerWaits
 from nemo_offload_rl.residency.state.snapshot import Snapshots
-from nemo_offload_rl.residency.state.transaction import GroupSet, Records, Transaction, device_bytes
 from nemo_offload_rl.residency.streams.passing import PassingParts
 from nemo_offload_rl.residency.streams.prefetch import Prefetcher
 from nemo_offload_rl.residency.streams.stream import Streams
@@ -90,19 +90,17 @@ class ResidencyManager:
         mirrors = {group: new_copy(HostMirror, group.name) for group in groups}
         self._states = {group.name: GroupState(group, device, mirror, verify) for group, mirror in mirrors.items()}
         self._layer_waits = LayerWaits(self._states.values())
-        self._groups = GroupSet(self._states, device)
-        self._ledger = Ledger()
-        self.work = WorkMemory(device)
         self._overlap = overlap and device.asynchronous
+        self._groups = GroupSet(self._states, device, overlap=self._overlap)
+        self.work = WorkMemory(device)
         self._left_by_engine_bytes = left_by_engine_bytes if self._overlap and plan.shares_device else 0
         params, grads, self._parts = (self._of_row(row) for row in (PARAMS_PART, GRADS_PART, OPTIMIZER_PART))
         passing = list(zip(self._parts, params, grads, strict=True)) if params else []
         bundles = passing or [(part,) for part in self._parts]
-        shared = (self._overlap, self._ledger, self.work)
         self._prefetcher = Prefetcher(plan, self._groups, bundles, not params, self.work)
-        self._streams = Streams(self._groups, bundles, self._of_row(TEACHER_LAYER), *shared)
-        limit_parts = self._prefetcher.limit_parts
-        self.passing = PassingParts(self._groups, passing, *shared, limit_parts) if params else None
+        self._streams = Streams(self._groups, bundles, self._of_row(TEACHER_LAYER), self.work)
+        limit = self._prefetcher.limit_parts
+        self.passing = PassingParts(self._groups, passing, self.work, limit) if params else None
         self._snapshots = Snapshots(self._groups, self.passing, plan, partial(new_copy, FrozenCopy))
         self._open_step, self._num_steps = False, 0
 
@@ -134,9 +132,8 @@ class ResidencyManager:
                     self._groups.release_finished(release_cache=False)
                     self._groups.release_cache_for(report)
                 self._device.pace_out(False)
-            transaction = Transaction(self._groups, wanted, report)
-            transaction.run(release_cache=self.plan.releases_cache(phase) and not settles)
-            records = transaction.records
+            release_cache = self.plan.releases_cache(phase) and not settles
+            records = self._groups.move(wanted, report, release_cache=release_cache)
         by_layer = self._overlap and PHASES[phase].begins_with_forward
         for name, state in self._states.items():
             if name in PHASES[phase].touches:
@@ -154,7 +151,7 @@ class ResidencyManager:
             # Between an update and the next pass no work changes tensors.
             lasts = phase in (Phase.REFIT, Phase.GENERATION) or before is Phase.OPTIM_STEP
             self._groups.keep(records if lasts else {})
-        self._ledger.add(report)
+        self._groups.ledger.add(report)
         logger.debug("%s", report.line())
         return report
 
@@ -187,7 +184,7 @@ class ResidencyManager:
             report = TransitionReport(self.phase, phase)
             with self._device.held_up(report):
                 self._prefetcher.bring(self.phase, phase, self._states, self._groups.records(), report)
-            self._ledger.add_if_moved(report)
+            self._groups.ledger.add_if_moved(report)
 
     def expect_work(self, kind: PassKind, size: int) -> None:
         """Announce a pass. Call it before every pass, with sizes in the same unit (tokens).
@@ -207,7 +204,7 @@ class ResidencyManager:
             return 0
         report = TransitionReport(self.phase, self.phase)
         num_bytes = self._prefetcher.evict(self.phase, self._snapshots, report)
-        self._ledger.add(report)
+        self._groups.ledger.add(report)
         return num_bytes
 
     @contextmanager
@@ -292,7 +289,7 @@ class ResidencyManager:
             self._groups.settle(release_cache=self._releases_cache, is_exposed=False)
             report = TransitionReport(self.phase, self.phase)
             report.leftovers = self._groups.leftovers(None, cache_released=self._releases_cache)
-            self._ledger.add(report)
+            self._groups.ledger.add(report)
 
     def wait_parameters(self) -> None:
         """Make later work on the device wait for all parameters, for reads outside of passes."""
@@ -304,7 +301,7 @@ class ResidencyManager:
     def reports(self) -> Ledger:
         """The ledger, with all seconds known by now filled in."""
         self._groups.account()
-        return self._ledger
+        return self._groups.ledger
 
     # -- snapshots
 
@@ -334,7 +331,7 @@ class ResidencyManager:
             with self._snapshots.swapped_in(name, report):
                 yield
         finally:
-            self._ledger.add(report)
+            self._groups.ledger.add(report)
 
     @contextmanager
     def checkpoint_view(self, *names: str) -> Generator[None]:
@@ -357,16 +354,16 @@ class ResidencyManager:
             self._snapshots.release_staged()
         report = TransitionReport(self.phase, self.phase or Phase.TRAINING)
         try:
-            Transaction(self._groups, wanted, report).run()
+            self._groups.move(wanted, report)
             for state in self._states.values():
                 state.wait_arrival()  # groups that were already arriving are read too
             try:
                 yield
             finally:
-                Transaction(self._groups, dict.fromkeys(wanted, Placement.HOST), report).run()
+                self._groups.move(dict.fromkeys(wanted, Placement.HOST), report)
                 self._groups.settle(release_cache=True)
         finally:
-            self._ledger.add_if_moved(report)
+            self._groups.ledger.add_if_moved(report)
 
     def host_view(self, tensor: Tensor) -> Tensor | None:
         """View of this rank's contents of a tensor in its host copy; None if its group is on the device.

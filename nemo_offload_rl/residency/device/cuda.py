@@ -25,7 +25,7 @@ from nemo_offload_rl.residency.device.cuda_copies import (
     end_of_cuda_allocation,
     pieces_of,
 )
-from nemo_offload_rl.residency.device.device import Copy, CpuDevice, Device, FinishedTransfer, Room, Transfer, copy_now
+from nemo_offload_rl.residency.device.device import Copy, CpuDevice, Device, Room, Transfer, copy_now
 from nemo_offload_rl.residency.host.regions import HostRegion, new_region_on
 from nemo_offload_rl.residency.table.errors import DeviceOutOfMemoryError
 from nemo_offload_rl.residency.table.groups import StorageRecord, unique_storages
@@ -220,7 +220,7 @@ class CudaDevice(Device):
         pending = iter(copies)
         first = next(pending, None)
         if first is None:
-            return FinishedTransfer(0, 0, 0.0)
+            return Transfer(0, 0)
         copies = chain([first], pending)
         if not first.host.is_pinned():
             return self._copy_blocking(copies, to_host)
@@ -282,7 +282,7 @@ class CudaDevice(Device):
             staging.copy_(piece.host, non_blocking=True)
             torch._foreach_copy_(tensors, slots)
 
-    def _copy_blocking(self, copies: Iterable[Copy], to_host: bool) -> FinishedTransfer:
+    def _copy_blocking(self, copies: Iterable[Copy], to_host: bool) -> Transfer:
         current = torch.cuda.current_stream(self.device)
         if not to_host:
             # Copies out may still read memory that was handed over (`follow`).

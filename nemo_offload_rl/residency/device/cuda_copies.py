@@ -10,7 +10,6 @@ of experts took 1.1 s, about as long as their copies.
 from __future__ import annotations
 
 import ctypes
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from nemo_offload_rl.residency.device.device import Copy
+from nemo_offload_rl.residency.device.device import Copy, Transfer
 from nemo_offload_rl.residency.host.arena import ALIGNMENT_BYTES, aligned
 
 STAGED_BELOW_BYTES = 4 << 20  # a single copy below this size loses bandwidth
@@ -144,7 +143,7 @@ def _cuda_driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-class CudaTransfer:
+class CudaTransfer(Transfer):
     """Copies on a side stream, with an event after every chunk of them.
 
     Args:
@@ -153,10 +152,9 @@ class CudaTransfer:
     """
 
     def __init__(self, stream: torch.cuda.Stream, copies: Sequence[Copy] = ()) -> None:
-        self.num_bytes = sum(copy.host.numel() for copy in copies)
+        super().__init__(sum(copy.host.numel() for copy in copies), len(copies))
         self.start: Callable[[], None] = _nothing
         self._stream = stream
-        self._num_copies = len(copies)
         self._num_put = 0
         self._put_bytes = 0
         self._began = torch.cuda.Event(enable_timing=True)
@@ -171,7 +169,7 @@ class CudaTransfer:
         """Count copies that were put on the stream."""
         self._num_put += len(piece.copies)
         self._put_bytes += sum(copy.host.numel() for copy in piece.copies)
-        self._num_copies = max(self._num_copies, self._num_put)
+        self.num_copies = max(self.num_copies, self._num_put)
         self.num_bytes = max(self.num_bytes, self._put_bytes)
 
     def mark(self) -> None:
@@ -185,26 +183,20 @@ class CudaTransfer:
             self._num_passed += 1
         return self._chunks[self._num_passed - 1][0] if self._num_passed else 0
 
-    @property
-    def finished(self) -> bool:
-        return self.num_finished() == self._num_copies
-
     def wait_some(self) -> None:
         self.start()
         if self._num_passed < len(self._chunks):
             self._chunks[self._num_passed][1].synchronize()
 
-    def wait_host(self) -> float:
-        begin = time.perf_counter()
+    def wait_host(self) -> None:
         self.start()
         self._chunks[-1][1].synchronize()
-        return time.perf_counter() - begin
 
     def wait_device(self, num_copies: int | None = None) -> None:
         if num_copies == 0:
             return
         self.start()
-        wanted = self._num_copies if num_copies is None else num_copies
+        wanted = self.num_copies if num_copies is None else num_copies
         copied = next(event for num_covered, event in self._chunks if num_covered >= wanted)
         torch.cuda.current_stream(self._stream.device).wait_event(copied)
 

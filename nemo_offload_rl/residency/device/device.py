@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -38,31 +37,31 @@ class Room:
     num_bytes: int
 
 
-class Transfer(Protocol):
-    """Copies under way in one direction.
+@dataclass
+class Transfer:
+    """Copies under way in one direction. Those of this class finished inside the call that started them.
 
     Do not read the host side or release the device side until `num_finished` covers the copy or `wait_host` returns.
     """
 
-    @property
-    def num_bytes(self) -> int: ...
+    num_bytes: int
+    num_copies: int
+    elapsed_s: float = 0.0
 
     def num_finished(self) -> int:
         """Number of copies, in the order given, that are known to have finished. Does not block."""
-        ...
+        return self.num_copies
 
     @property
     def finished(self) -> bool:
         """Tell whether all copies are known to have finished."""
-        ...
+        return self.num_finished() == self.num_copies
 
     def wait_some(self) -> None:
         """Block until more copies have finished than `num_finished` last returned, or until all have."""
-        ...
 
-    def wait_host(self) -> float:
-        """Block until all copies have finished; return the seconds spent blocked."""
-        ...
+    def wait_host(self) -> None:
+        """Block until all copies have finished."""
 
     def wait_device(self, num_copies: int | None = None) -> None:
         """Make work that is launched on the device from now on run after the copies. Does not block.
@@ -70,11 +69,10 @@ class Transfer(Protocol):
         Args:
             num_copies: Number of copies to wait for, in the order given; None for all.
         """
-        ...
 
     def seconds(self) -> float:
         """Seconds that the copies took on the link. Call it only after they have finished."""
-        ...
+        return self.elapsed_s
 
 
 class Device(ABC):
@@ -213,32 +211,6 @@ class Device(ABC):
         return None
 
 
-@dataclass(frozen=True)
-class FinishedTransfer:
-    """Copies that finished inside the call that started them, which waited for all of them."""
-
-    num_bytes: int
-    num_copies: int
-    elapsed_s: float
-
-    finished = True
-
-    def num_finished(self) -> int:
-        return self.num_copies
-
-    def wait_some(self) -> None:
-        return None
-
-    def wait_host(self) -> float:
-        return 0.0
-
-    def wait_device(self, num_copies: int | None = None) -> None:
-        return None
-
-    def seconds(self) -> float:
-        return self.elapsed_s
-
-
 def meminfo_bytes(name: str, proc: Path = Path("/proc")) -> int:
     """Bytes of main memory that the kernel gives under a name, such as `MemTotal`.
 
@@ -285,7 +257,7 @@ class CpuDevice(Device):
         return copy_now((copy.device, copy.host) for copy in copies)
 
 
-def copy_now(pairs: Iterable[tuple[Tensor, Tensor]]) -> FinishedTransfer:
+def copy_now(pairs: Iterable[tuple[Tensor, Tensor]]) -> Transfer:
     """Copy each source to its target in this call."""
     start = time.perf_counter()
     num_bytes = num_copies = 0
@@ -293,4 +265,4 @@ def copy_now(pairs: Iterable[tuple[Tensor, Tensor]]) -> FinishedTransfer:
         target.copy_(source)
         num_bytes += source.numel()
         num_copies += 1
-    return FinishedTransfer(num_bytes, num_copies, time.perf_counter() - start)
+    return Transfer(num_bytes, num_copies, time.perf_counter() - start)

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import repeat
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -59,20 +59,8 @@ def numa_node_of_gpu(device_index: int) -> int | None:
     return node if node >= 0 else None
 
 
-class HostRegion(Protocol):
-    """A piece of host memory that the arena divides."""
-
-    @property
-    def buffer(self) -> Tensor:
-        """[num_bytes] uint8."""
-        ...
-
-    @property
-    def pinned(self) -> bool: ...
-
-    def close(self) -> None:
-        """Return the memory to the system; views of `buffer` must not be used afterwards."""
-        ...
+type HostRegion = PageableRegion | PinnedRegion
+"""Host memory that the arena divides: `buffer`, [num_bytes] uint8. After `close` no view of it may be used."""
 
 
 class PageableRegion:

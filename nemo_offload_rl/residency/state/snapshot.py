@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from nemo_offload_rl.residency.device.device import Device, Room, Transfer
 from nemo_offload_rl.residency.state.frozen_copy import Exchange, Form, FrozenCopy
+from nemo_offload_rl.residency.state.group_set import GroupSet
 from nemo_offload_rl.residency.state.group_state import GroupState
-from nemo_offload_rl.residency.state.transaction import GroupSet
 from nemo_offload_rl.residency.streams.passing import PassingParts
 from nemo_offload_rl.residency.table.errors import DeviceOutOfMemoryError, ResidencyError
 from nemo_offload_rl.residency.table.groups import StorageRecord, storage_bytes

@@ -14,13 +14,13 @@ from contextlib import contextmanager
 
 from nemo_offload_rl.residency.device.device import Room
 from nemo_offload_rl.residency.state.frozen_copy import FrozenCopy
+from nemo_offload_rl.residency.state.group_set import GroupSet
 from nemo_offload_rl.residency.state.group_state import GroupState
-from nemo_offload_rl.residency.state.transaction import GroupSet
 from nemo_offload_rl.residency.streams.stream import Mover
 from nemo_offload_rl.residency.streams.work_memory import WorkMemory
 from nemo_offload_rl.residency.table.errors import ResidencyError
 from nemo_offload_rl.residency.table.groups import local_tensor, storage_bytes, storage_key
-from nemo_offload_rl.residency.table.ledger import Ledger, TransitionReport
+from nemo_offload_rl.residency.table.ledger import TransitionReport
 from nemo_offload_rl.residency.table.plan import Phase, Placement
 
 
@@ -30,8 +30,6 @@ class PassingParts:
     Args:
         groups: All groups of the worker.
         parts: The optimizer's states, parameters and gradients of each part, in the order of a forward pass.
-        overlap: Bring the next part while the present one computes.
-        ledger: Gets the report of each pass.
         work: Memory needs of the phases' work.
         limit_parts: Returns the bytes that parts may hold in addition to the work of a phase and the step.
 
@@ -43,8 +41,6 @@ class PassingParts:
         self,
         groups: GroupSet,
         parts: Sequence[tuple[GroupState, GroupState, GroupState]],
-        overlap: bool,
-        ledger: Ledger,
         work: WorkMemory,
         limit_parts: Callable[[Phase], int],
     ) -> None:
@@ -54,8 +50,7 @@ class PassingParts:
         self._params = [params for _, params, _ in parts]
         self._grads = [grads for _, _, grads in parts]
         self._device = groups.device
-        self._overlap = overlap
-        self._ledger = ledger
+        self._overlap = groups.overlap  # bring the next part while the present one computes
         self._work = work
         self._limit_parts = limit_parts
         self._mover = self._new_mover()
@@ -102,7 +97,7 @@ class PassingParts:
                 for index, state in enumerate(self._params):
                     if index not in self._kept:
                         self._mover.leave(state)
-            self._ledger.add_if_moved(self._mover.report)
+            self._groups.ledger.add_if_moved(self._mover.report)
 
     def bring(self, index: int) -> None:
         """Bring a part's parameters to the device for later work of the current stream.
@@ -207,7 +202,7 @@ class PassingParts:
         finally:
             if not was_there:
                 mover.leave(self._params[index])
-            self._ledger.add_if_moved(mover.report)
+            self._groups.ledger.add_if_moved(mover.report)
 
     @contextmanager
     def filled(self, index: int) -> Generator[None]:

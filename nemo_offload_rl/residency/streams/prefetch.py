@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
+from nemo_offload_rl.residency.state.group_set import GroupSet, Records
 from nemo_offload_rl.residency.state.snapshot import Snapshot, Snapshots
-from nemo_offload_rl.residency.state.transaction import GroupSet, Records, Transaction
 from nemo_offload_rl.residency.streams.stream import Bundle, Mover, Stream
 from nemo_offload_rl.residency.streams.work_memory import WorkMemory
 from nemo_offload_rl.residency.table.ledger import TransitionReport
@@ -74,7 +74,7 @@ class Prefetcher:
                 and state.location is Placement.DEVICE
                 and self._plan.leaves_the_device(name)
             }
-            Transaction(self._groups, wanted, report).run()
+            self._groups.move(wanted, report)
             self._groups.settle(release_cache=True, report=report)
         return num_bytes + report.bytes_freed
 

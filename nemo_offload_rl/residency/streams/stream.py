@@ -20,12 +20,12 @@ import torch
 
 from nemo_offload_rl.residency.device.device import Device
 from nemo_offload_rl.residency.state.frozen_copy import FrozenCopy
+from nemo_offload_rl.residency.state.group_set import GroupSet
 from nemo_offload_rl.residency.state.group_state import GroupState
-from nemo_offload_rl.residency.state.transaction import GroupSet
 from nemo_offload_rl.residency.streams.work_memory import WorkMemory
 from nemo_offload_rl.residency.table.errors import DeviceOutOfMemoryError
 from nemo_offload_rl.residency.table.groups import StorageRecord, unique_storages
-from nemo_offload_rl.residency.table.ledger import Ledger, TransitionReport
+from nemo_offload_rl.residency.table.ledger import TransitionReport
 from nemo_offload_rl.residency.table.plan import Phase, Placement
 
 type Bundle = Sequence[GroupState]
@@ -230,8 +230,6 @@ class Streams:
         groups: All groups; their `failure` is set if the state was written only in part.
         updated: Groups on the device for the update of each part, its optimizer states first.
         teacher_layers: The layers of a teacher.
-        overlap: Let copies run while the caller works.
-        ledger: Gets the report of each stream.
         work: Learns by how much the memory of updated groups grew.
     """
 
@@ -240,15 +238,11 @@ class Streams:
         groups: GroupSet,
         updated: Sequence[Bundle],
         teacher_layers: Sequence[GroupState],
-        overlap: bool,
-        ledger: Ledger,
         work: WorkMemory,
     ) -> None:
         self._groups = groups
         self._updated = updated
         self._teacher_layers = [(layer,) for layer in teacher_layers]
-        self._overlap = overlap
-        self._ledger = ledger
         self._work = work
         self._num_written = 0
 
@@ -262,7 +256,7 @@ class Streams:
         """
         opened = partial(self._open, self._updated, phase, Phase.OPTIM_STEP, limit_bytes, release_cache)
         # Parameters come only when asked for: a skipped update would leave them there for passes to find.
-        if not (self._overlap and phase is Phase.OPTIM_STEP and self._updated and self._writes_states_only):
+        if not (self._groups.overlap and phase is Phase.OPTIM_STEP and self._updated and self._writes_states_only):
             return self._updates(opened)
         stream = opened()
         stream.begin()
@@ -323,7 +317,7 @@ class Streams:
         release_cache: bool = False,
     ) -> Stream:
         report = TransitionReport(phase, phase or target)
-        self._ledger.add(report)
+        self._groups.ledger.add(report)
         if release_cache and not any(state.is_moving for state in self._groups.states.values()):
             self._groups.release_cache_for(report)
         streamed = {state.group.name for bundle in bundles for state in bundle}
@@ -336,7 +330,7 @@ class Streams:
         }
         device = self._groups.device
         mover = Mover(device, report, partial(records_of, device=device, others=others))
-        return Stream(bundles, mover, limit_bytes, overlap=self._overlap)
+        return Stream(bundles, mover, limit_bytes, overlap=self._groups.overlap)
 
 
 @torch.no_grad()

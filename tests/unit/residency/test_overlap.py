@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from toy_training import Training, assert_bitwise_equal
 
 from nemo_offload_rl.residency import CpuDevice, Phase, Placement, totals
-from nemo_offload_rl.residency.device.device import FinishedTransfer
+from nemo_offload_rl.residency.device.device import Transfer
 from nemo_offload_rl.residency.streams.work_memory import RESERVE_BYTES, WorkMemory
 
 MOVES = st.lists(st.sampled_from([*Phase, "step", "poll", "prefetch", "go", "settle"]), min_size=1, max_size=14)
@@ -281,7 +281,7 @@ class BlockingCopies(DeferredDevice):
         copies = list(copies)
         CpuDevice.copy_in(self, copies)
         time.sleep(self.TAKES_S)
-        return FinishedTransfer(sum(copy.host.numel() for copy in copies), len(copies), self.TAKES_S)
+        return Transfer(sum(copy.host.numel() for copy in copies), len(copies), self.TAKES_S)
 
 
 def test_a_copy_that_blocks_whoever_starts_it_early_is_not_called_hidden():

@@ -1,4 +1,4 @@
-"""All groups of one worker and their storages, and transactions, which move all of the wanted groups or none."""
+"""All groups of one worker and their storages; moves several of them together, or none."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nemo_offload_rl.residency.device.device import Device
 from nemo_offload_rl.residency.state.group_state import GroupState
 from nemo_offload_rl.residency.table.errors import ResidencyError
 from nemo_offload_rl.residency.table.groups import StorageRecord, local_tensor, storage_key, unique_storages
-from nemo_offload_rl.residency.table.ledger import REPORTED_FROM_BYTES, Leftover, TransitionReport
+from nemo_offload_rl.residency.table.ledger import REPORTED_FROM_BYTES, Ledger, Leftover, TransitionReport
 from nemo_offload_rl.residency.table.plan import Phase, Placement
 
 type Records = dict[str, dict[int, StorageRecord]]
@@ -25,15 +25,19 @@ class GroupSet:
     Args:
         states: The groups; a storage that several of them list belongs to the first.
         device: Where they live.
+        overlap: Let copies run while the caller works.
 
     Attributes:
         failure: Why nothing may move any more, or None.
+        ledger: Reports of all moves.
     """
 
-    def __init__(self, states: Mapping[str, GroupState], device: Device) -> None:
+    def __init__(self, states: Mapping[str, GroupState], device: Device, *, overlap: bool) -> None:
         self.failure: str | None = None
+        self.ledger = Ledger()
         self.states = states
         self.device = device
+        self.overlap = overlap
         self._kept: Records = {}
         self._unexplained_bytes = 0  # most so far, on the device
 
@@ -82,16 +86,6 @@ class GroupSet:
     def forget(self) -> None:
         """Drop kept records, since groups may have other tensors now."""
         self._kept = {}
-
-    def prepare(self, wanted: Mapping[str, Placement]) -> Records:
-        """Have the groups that will move drop their temporary copies; return the storages after that."""
-        if not self._kept:
-            self.device.advance_out()  # paced copies go on while the storages are listed
-        for name, place in wanted.items():
-            if place not in (Placement.UNCHANGED, self.states[name].location):
-                self.states[name].group.prepare()
-                self._kept.pop(name, None)
-        return self.records()
 
     def host_view(self, tensor: Tensor) -> Tensor | None:
         """View of a tensor's contents in its group's host copy; None if they are on the device.
@@ -217,82 +211,76 @@ class GroupSet:
             report.give_back_s += took_s
             report.exposed_s += took_s
 
+    # -- moves of several groups
 
-class Transaction:
-    """One move of groups to where they are wanted. On failure every group goes back to its old place.
+    def move(
+        self, wanted: Mapping[str, Placement], report: TransitionReport, *, release_cache: bool = False
+    ) -> Records:
+        """Move groups to where they are wanted: all of them, or none.
 
-    If that fails too, the groups' `failure` is set and nothing moves any more.
-
-    Args:
-        groups: All groups of the worker.
-        wanted: Placement by group.
-        report: The report to charge.
-
-    Attributes:
-        records: Storages of all groups, listed before the move.
-    """
-
-    def __init__(self, groups: GroupSet, wanted: Mapping[str, Placement], report: TransitionReport) -> None:
-        self.records = groups.prepare(wanted)
-        self._groups = groups
-        self._wanted = wanted
-        self._report = report
-
-    def run(self, *, release_cache: bool = False) -> None:
-        """Make the move.
+        On failure every group goes back to its old place. If that fails too, `failure` is set.
 
         Args:
-            release_cache: Release cached memory to the driver too; see `GroupSet.release_cache_for`.
+            wanted: Placement by group.
+            report: The report to charge.
+            release_cache: Release cached memory to the driver too; see `release_cache_for`.
+
+        Returns:
+            Storages of all groups, listed before the move.
         """
-        device, report = self._groups.device, self._report
-        before = {name: state.location for name, state in self._groups.states.items()}
-        moving = {n: place for n, place in self._wanted.items() if place not in (Placement.UNCHANGED, before[n])}
+        before = {name: state.location for name, state in self.states.items()}
+        moving = {n: place for n, place in wanted.items() if place not in (Placement.UNCHANGED, before[n])}
+        if not self._kept:
+            self.device.advance_out()  # paced copies go on while the storages are listed
+        for name in moving:
+            self.states[name].group.prepare()  # drops temporary copies
+            self._kept.pop(name, None)
+        records = self.records()
         with report.held_up():
-            device.observe(r.storage for found in self.records.values() for r in found.values())
+            self.device.observe(r.storage for found in records.values() for r in found.values())
             try:
-                self._move(moving, self.records, report, release_cache)
+                self._move(moving, records, report, release_cache)
             except BaseException as error:
                 self._roll_back(before, error)
                 raise
+        return records
 
     def _move(
         self, moving: Mapping[str, Placement], records: Records, report: TransitionReport, release_cache: bool
     ) -> None:
-        states = self._groups.states
         leaving = [name for name, place in moving.items() if place is not Placement.DEVICE]
         arriving = [name for name, place in moving.items() if place is Placement.DEVICE]
         for name in leaving:
-            states[name].leave(moving[name], records[name], report)
+            self.states[name].leave(moving[name], records[name], report)
             if moving[name] is Placement.FREED:
                 records[name].clear()  # it must not keep alive what the group has just dropped
         if arriving:
             # Arriving groups may need the memory of leaving ones.
-            for state in states.values():
+            for state in self.states.values():
                 if state.location is not Placement.DEVICE:
                     state.settle()
         if release_cache:
-            self._groups.release_cache_for(report)
+            self.release_cache_for(report)
         for name in arriving:
-            states[name].arrive(records[name], report)
+            self.states[name].arrive(records[name], report)
 
     def _roll_back(self, before: Mapping[str, Placement], error: BaseException) -> None:
         """Put groups back. Those that arrived leave first, so that the others have room to return."""
-        groups = self._groups
-        groups.forget()
-        groups.failure = f"an earlier transition failed ({type(error).__name__}: {error}) and could not be undone"
+        self.forget()
+        self.failure = f"an earlier transition failed ({type(error).__name__}: {error}) and could not be undone"
         scrap = TransitionReport(None, Phase.TRAINING)
         try:
-            records = groups.records()
-            for name, state in groups.states.items():
+            records = self.records()
+            for name, state in self.states.items():
                 if state.location is Placement.HOST:
                     state.undo_arrival(records[name])
-            changed = {name: place for name, place in before.items() if groups.states[name].location is not place}
+            changed = {name: place for name, place in before.items() if self.states[name].location is not place}
             self._move(changed, records, scrap, release_cache=False)
         except BaseException as second:
-            groups.failure += f" ({type(second).__name__}: {second})"
-            error.add_note(groups.failure)
+            self.failure += f" ({type(second).__name__}: {second})"
+            error.add_note(self.failure)
             return
-        groups.failure = None
+        self.failure = None
 
 
 def device_bytes(records: Records) -> dict[str, int]:
