@@ -17,7 +17,7 @@ from nemo_offload_rl.residency import (
     Phase,
     ResidencyManager,
     ResidencySettings,
-    TensorGroup,
+    StateGroup,
     make_device,
     resolve_plan,
 )
@@ -66,7 +66,7 @@ class NemoOffloadRl(Algorithm):
         settings = ResidencySettings(
             colocated=True, use_pinned_optimizer_offload=True, offload_optimizer_states_for_logprob=True
         )
-        group = TensorGroup("optimizer", lambda: self.state.items())
+        group = StateGroup("optimizer", lambda: self.state.items())
         self.manager = ResidencyManager(plan=resolve_plan(settings), groups=[group], device=make_device(self.device))
         self.manager.enter(Phase.TRAINING)
         self.manager.reserve({"optimizer": sum(-(-t.nbytes // 512) * 512 for t in self.state.values())})

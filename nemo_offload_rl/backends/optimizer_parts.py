@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nemo_offload_rl.protocols.optimizer import with_parameters
-from nemo_offload_rl.residency import OPTIMIZER, OPTIMIZER_PART, StateGroup, TensorGroup
+from nemo_offload_rl.residency import OPTIMIZER, OPTIMIZER_PART, StateGroup
 
 type NamedTensors = Sequence[tuple[str, Tensor]]
 
@@ -43,7 +43,7 @@ class OptimizerParts:
         Args:
             states: Returns the named state tensors of some parameters; called at each transition.
         """
-        return [TensorGroup(name, lambda mine=mine: states(mine)) for name, mine in self.members.items()]
+        return [StateGroup(name, lambda mine=mine: states(mine)) for name, mine in self.members.items()]
 
     def step(
         self,

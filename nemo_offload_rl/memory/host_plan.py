@@ -338,10 +338,7 @@ def _plain_plan(settings: PolicySettings, sizes_bytes: Mapping[str, int]) -> Res
         offload_optimizer_states=settings.backend.streamed_share > 0,
         streams_parameters=settings.backend.streams_parameters,
         optimizer_cpu_offload=settings.backend.keeps_optimizer_on_host,
-        has_base=BASE in sizes_bytes,
-        has_teacher=TEACHER in sizes_bytes,
-        has_teacher_head=TEACHER_HEAD in sizes_bytes,
-        streams_teacher=TEACHER_LAYER in sizes_bytes,
+        rows=frozenset(sizes_bytes),
     )
 
 

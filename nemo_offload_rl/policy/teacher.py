@@ -16,7 +16,7 @@ from nemo_offload_rl.backends.factory import build_teacher
 from nemo_offload_rl.keys.worker import TeacherSettings
 from nemo_offload_rl.protocols.backend import FrozenModel, PolicyBackend, ProcessInfo
 from nemo_offload_rl.protocols.scoring import TeacherHead
-from nemo_offload_rl.residency import TEACHER_HEAD, StateGroup, TensorGroup, aligned, unique_storages
+from nemo_offload_rl.residency import TEACHER_HEAD, StateGroup, aligned, unique_storages
 
 
 class Teacher:
@@ -41,7 +41,7 @@ class Teacher:
         head = self._head
         if head is None:
             return self.model.state_groups()
-        return (*self.model.state_groups(), TensorGroup(TEACHER_HEAD, lambda: [("weight", head.weight)]))
+        return (*self.model.state_groups(), StateGroup(TEACHER_HEAD, lambda: [("weight", head.weight)]))
 
     def expected_bytes(self) -> dict[str, int]:
         """Return the host bytes of the teacher's groups, by row of the plan."""

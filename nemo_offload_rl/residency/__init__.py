@@ -21,7 +21,6 @@ from nemo_offload_rl.residency.table.errors import (
 from nemo_offload_rl.residency.table.groups import (
     GradsGroup,
     StateGroup,
-    TensorGroup,
     local_tensor,
     optimizer_tensors,
     storage_bytes,

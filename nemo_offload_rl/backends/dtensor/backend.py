@@ -51,7 +51,6 @@ from nemo_offload_rl.residency import (
     GradsGroup,
     PassingParts,
     StateGroup,
-    TensorGroup,
     aligned,
     local_tensor,
     optimizer_tensors,
@@ -145,9 +144,9 @@ class DTensorBackend:
         if self._built.parts:
             named = [part.parameters for part in self._built.parts]
             weights = [
-                TensorGroup(PARAMS, params, prepare=self._built.reshard, read_dtype=self._compute_dtype),
+                StateGroup(PARAMS, params, prepare=self._built.reshard, read_dtype=self._compute_dtype),
                 *(
-                    TensorGroup(f"{PARAMS_PART}.{i}", lambda mine=mine: mine, read_dtype=self._compute_dtype)
+                    StateGroup(f"{PARAMS_PART}.{i}", lambda mine=mine: mine, read_dtype=self._compute_dtype)
                     for i, mine in enumerate(named)
                 ),
                 *(GradsGroup(lambda mine=mine: mine, f"{GRADS_PART}.{i}") for i, mine in enumerate(named)),

@@ -31,7 +31,7 @@ from nemo_offload_rl.models.families import logits_divisor, logits_softcap
 from nemo_offload_rl.protocols.backend import COMPUTE_DTYPES, ProcessInfo, RankInfo
 from nemo_offload_rl.protocols.scoring import Head
 from nemo_offload_rl.protocols.vocab import VocabShard
-from nemo_offload_rl.residency import TensorGroup
+from nemo_offload_rl.residency import StateGroup
 
 
 @dataclass(frozen=True)
@@ -150,9 +150,9 @@ class BuiltModel:
         if self.lora is not None:
             self.parameters = self.lora.trainable
 
-    def group(self, name: str, tensors: Callable[[], Iterable[tuple[str, Tensor]]]) -> TensorGroup:
+    def group(self, name: str, tensors: Callable[[], Iterable[tuple[str, Tensor]]]) -> StateGroup:
         """Return a state group of the model's tensors that arrives layer by layer; FSDP casts gathered parameters."""
-        return TensorGroup(
+        return StateGroup(
             name,
             tensors,
             prepare=self.reshard,

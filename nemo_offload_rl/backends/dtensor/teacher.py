@@ -17,7 +17,7 @@ from nemo_offload_rl.data.batch import TokenBatch
 from nemo_offload_rl.keys.worker import PolicySettings
 from nemo_offload_rl.protocols.backend import COMPUTE_DTYPES, ProcessInfo, RankInfo
 from nemo_offload_rl.protocols.scoring import Reader
-from nemo_offload_rl.residency import TEACHER, TEACHER_LAYER, StateGroup, TensorGroup
+from nemo_offload_rl.residency import TEACHER, TEACHER_LAYER, StateGroup
 
 
 class FrozenDTensor:
@@ -75,10 +75,10 @@ class FrozenDTensor:
             yield from ((name, tensor) for name, tensor in everything() if id(tensor) not in in_layers)
 
         layers = [
-            TensorGroup(f"{TEACHER_LAYER}.{index}", lambda layer=layer: of_layer(layer), prepare=self._built.reshard)
+            StateGroup(f"{TEACHER_LAYER}.{index}", lambda layer=layer: of_layer(layer), prepare=self._built.reshard)
             for index, layer in enumerate(self._built.layers)
         ]
-        return (TensorGroup(TEACHER, rest, prepare=self._built.reshard), *layers)
+        return (StateGroup(TEACHER, rest, prepare=self._built.reshard), *layers)
 
     def use_stream(self, streamed_layers: Callable[[], Iterator[str]]) -> None:
         """See `FrozenModel`."""

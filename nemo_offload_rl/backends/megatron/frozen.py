@@ -24,7 +24,7 @@ from nemo_offload_rl.keys.megatron import MegatronConfig
 from nemo_offload_rl.keys.worker import PolicySettings
 from nemo_offload_rl.protocols.backend import COMPUTE_DTYPES, ProcessInfo, RankInfo, WeightSpec
 from nemo_offload_rl.protocols.scoring import Reader
-from nemo_offload_rl.residency import TEACHER, StateGroup, TensorGroup
+from nemo_offload_rl.residency import TEACHER, StateGroup
 
 _OUTPUT, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -76,7 +76,7 @@ class FrozenMegatron:
                 for name, tensor in chain(chunk.named_parameters(), chunk.named_buffers()):
                     yield f"chunk{index}/{name}", tensor
 
-        return (TensorGroup(TEACHER, tensors),)
+        return (StateGroup(TEACHER, tensors),)
 
     def read(self, micro_batches: Sequence[TokenBatch], reader: Reader) -> list[Any]:
         """See `FrozenModel`."""

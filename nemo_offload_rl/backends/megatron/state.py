@@ -27,7 +27,6 @@ from nemo_offload_rl.residency import (
     BASE,
     PARAMS,
     StateGroup,
-    TensorGroup,
     aligned,
     storage_bytes,
     storage_key,
@@ -103,10 +102,10 @@ def weight_groups(chunks: Sequence[Any], *, has_adapters: bool) -> tuple[StateGr
     if _may_gather_in_passes(chunks):
         layers = []
     if not has_adapters:
-        return (TensorGroup(PARAMS, lambda: param_tensors(chunks, modules), layers=layers),)
+        return (StateGroup(PARAMS, lambda: param_tensors(chunks, modules), layers=layers),)
     return (
-        TensorGroup(PARAMS, lambda: trainable_tensors(chunks, modules), layers=layers),
-        TensorGroup(BASE, lambda: frozen_tensors(modules), layers=layers),
+        StateGroup(PARAMS, lambda: trainable_tensors(chunks, modules), layers=layers),
+        StateGroup(BASE, lambda: frozen_tensors(modules), layers=layers),
     )
 
 

@@ -22,7 +22,7 @@ from nemo_offload_rl.backends.optimizer_parts import NamedTensors, OptimizerPart
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.megatron import MegatronOptimizerConfig
 from nemo_offload_rl.protocols.optimizer import OptimizerSpec
-from nemo_offload_rl.residency import OPTIMIZER, StateGroup, TensorGroup
+from nemo_offload_rl.residency import OPTIMIZER, StateGroup
 
 # Attributes of shards and parameters that the distributed optimizer pairs when it copies masters into parameters.
 _PAIRED = (("shard_fp32_from_float16_groups", "model_float16_groups"), ("shard_fp32_groups", "model_fp32_groups"))
@@ -89,7 +89,7 @@ class StreamedStates:
     def groups(self) -> list[StateGroup]:
         """Return one group of the states that stay through a step, then one group for each part."""
         return [
-            TensorGroup(name, lambda mine=mine: chain.from_iterable(starmap(state.optimizer_tensors, mine)))
+            StateGroup(name, lambda mine=mine: chain.from_iterable(starmap(state.optimizer_tensors, mine)))
             for name, mine in self._members().items()
         ]
 

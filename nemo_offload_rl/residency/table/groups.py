@@ -8,7 +8,6 @@ or more spans for each layer.
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,38 +19,42 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 
-class StateGroup(ABC):
+class StateGroup:
     """Tensors that are placed together.
 
-    Attributes:
+    Args:
         name: Row of the residency plan.
+        tensors: Lists every tensor of the group by name. Called at transitions, and after passes and updates.
+        prepare: Drops temporary copies before the group leaves the device.
         layers: Modules in the order of a forward pass; none for a group that is needed as a whole. Each of their
             parameters is first read in the forward of its first layer, or in `layer_arrived` just before, on the stream
             that is current there. It may still be arriving until then. The group's other tensors are there before any
             forward pass.
+        layer_arrived: Called before a layer's forward, once its parameters have arrived: the current stream waits for
+            them. Not called if they were there already.
         read_dtype: Type to which passes cast the parameters before they read them; a snapshot of wider ones is kept in
             it. None if they are read as they are.
     """
 
-    def __init__(self, name: str, layers: Sequence[nn.Module] = (), read_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        tensors: Callable[[], Iterable[tuple[str, Tensor]]] = tuple,
+        prepare: Callable[[], None] = lambda: None,
+        layers: Sequence[nn.Module] = (),
+        layer_arrived: Callable[[nn.Module], None] | None = None,
+        read_dtype: torch.dtype | None = None,
+    ) -> None:
         self.name = name
         self.layers = layers
         self.read_dtype = read_dtype
+        self.prepare = prepare
+        self.layer_arrived = layer_arrived or _ignore
+        self._tensors = tensors
 
-    @abstractmethod
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """List every tensor of the group by name. Called at transitions, and after passes and updates."""
-
-    def prepare(self) -> None:
-        """Drop temporary copies, if any, before the group leaves the device."""
-        return None
-
-    def layer_arrived(self, layer: nn.Module) -> None:
-        """React to the arrival of a layer's parameters, before its forward; the current stream already waits for them.
-
-        Not called if they were there already.
-        """
-        return None
+        """List every tensor of the group by name."""
+        return iter(self._tensors())
 
     def free(self) -> None:
         """Drop the contents, for a group with `FREED` in its row."""
@@ -59,36 +62,10 @@ class StateGroup(ABC):
 
     def materialize(self) -> None:
         """Bring a freed group back to the device; its contents start from nothing."""
-        return None
 
 
-class TensorGroup(StateGroup):
-    """A group given by a function that lists its tensors."""
-
-    def __init__(
-        self,
-        name: str,
-        tensors: Callable[[], Iterable[tuple[str, Tensor]]],
-        prepare: Callable[[], None] | None = None,
-        layers: Sequence[nn.Module] = (),
-        layer_arrived: Callable[[nn.Module], None] | None = None,
-        read_dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(name, layers, read_dtype)
-        self._tensors = tensors
-        self._prepare = prepare
-        self._layer_arrived = layer_arrived
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(self._tensors())
-
-    def prepare(self) -> None:
-        if self._prepare is not None:
-            self._prepare()
-
-    def layer_arrived(self, layer: nn.Module) -> None:
-        if self._layer_arrived is not None:
-            self._layer_arrived(layer)
+def _ignore(layer: nn.Module) -> None:
+    """Do nothing with a layer."""
 
 
 class GradsGroup(StateGroup):

@@ -99,10 +99,7 @@ class ResidencySettings:
             them one after the other.
         optimizer_cpu_offload: The optimizer lives and updates on the host; no phase moves it.
         resident_groups: Groups that stay on the device for refit and generation, since the engine leaves room.
-        has_base: Adapters are trained; the model's own parameters are the group `base`.
-        has_teacher: There is a teacher.
-        has_teacher_head: Training reads the teacher's output layer.
-        streams_teacher: The teacher's layers are on the device for their own forward only.
+        rows: Rows of the run's groups. BASE and those of a teacher are in the plan only if they are in this set.
     """
 
     colocated: bool
@@ -112,10 +109,7 @@ class ResidencySettings:
     streams_parameters: bool = False
     optimizer_cpu_offload: bool = False
     resident_groups: frozenset[str] = frozenset()
-    has_base: bool = False
-    has_teacher: bool = False
-    has_teacher_head: bool = False
-    streams_teacher: bool = False
+    rows: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -214,19 +208,14 @@ def resolve_plan(settings: ResidencySettings) -> ResidencyPlan:
         OPTIMIZER: (host,) * len(Phase) if settings.optimizer_cpu_offload else optimizer_row,
         REFERENCE: (host,) * len(Phase),  # a snapshot: swapped into the parameters inside the reference context
     }
-    pinned = {PARAMS, REFERENCE}
-    if settings.has_base:
-        pinned.add(BASE)
-        rows[BASE] = (device, device, device, in_refit, away(BASE), same)
-    if settings.has_teacher:
-        pinned.add(TEACHER)
-        rows[TEACHER] = (host, host, host, host, host, device)
-    if settings.streams_teacher:
-        pinned.add(TEACHER_LAYER)
-        rows[TEACHER_LAYER] = (host,) * len(Phase)  # inside its pass they come and go one by one
-    if settings.has_teacher_head:
-        pinned.add(TEACHER_HEAD)
-        rows[TEACHER_HEAD] = (device, same, host, host, host, same)
+    optional = {
+        BASE: (device, device, device, in_refit, away(BASE), same),
+        TEACHER: (host, host, host, host, host, device),
+        TEACHER_LAYER: (host,) * len(Phase),  # inside its pass they come and go one by one
+        TEACHER_HEAD: (device, same, host, host, host, same),
+    }
+    rows |= {row: places for row, places in optional.items() if row in settings.rows}
+    pinned = {PARAMS, REFERENCE, *optional}
     if settings.offload_optimizer_states:
         # Around the step they come and go one by one.
         rows[OPTIMIZER_PART] = (host, same, host, host, host, host)
@@ -239,7 +228,7 @@ def resolve_plan(settings: ResidencySettings) -> ResidencyPlan:
         pinned |= {OPTIMIZER, OPTIMIZER_PART}
     table = {name: MappingProxyType(dict(zip(Phase, row, strict=True))) for name, row in rows.items()}
     return ResidencyPlan(
-        table=MappingProxyType(table), pinned_groups=frozenset(pinned), shares_device=settings.colocated
+        table=MappingProxyType(table), pinned_groups=frozenset(pinned & rows.keys()), shares_device=settings.colocated
     )
 
 

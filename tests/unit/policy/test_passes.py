@@ -33,7 +33,7 @@ from nemo_offload_rl.residency import (
     Placement,
     ResidencyManager,
     ResidencySettings,
-    TensorGroup,
+    StateGroup,
     resolve_plan,
 )
 from nemo_offload_rl.residency.streams import work_memory
@@ -63,7 +63,7 @@ def make_manager(capacity_bytes: int, monkeypatch) -> tuple[ResidencyManager, Bu
     monkeypatch.setattr(work_memory, "MARGIN", 1.0)
     device = BusyDevice(capacity_bytes)
     tensors = {"params": torch.arange(10.0), "optimizer": torch.arange(20.0)}
-    groups = [TensorGroup(name, lambda name=name: [(name, tensors[name])]) for name in tensors]
+    groups = [StateGroup(name, lambda name=name: [(name, tensors[name])]) for name in tensors]
     plan = resolve_plan(
         ResidencySettings(
             colocated=True, use_pinned_optimizer_offload=False, offload_optimizer_states_for_logprob=False
@@ -204,8 +204,8 @@ def test_states_come_during_the_first_micro_batch_or_the_second_of_many(
 ):
     monkeypatch.setattr(work_memory, "RESERVE_BYTES", 0)
     states = torch.arange(20.0)
-    groups = [TensorGroup(name, list) for name in ("params", "optimizer")]
-    groups.append(TensorGroup("optimizer/part.0", lambda: [("states", states)]))
+    groups = [StateGroup(name, list) for name in ("params", "optimizer")]
+    groups.append(StateGroup("optimizer/part.0", lambda: [("states", states)]))
     plan = resolve_plan(
         ResidencySettings(
             colocated=True,

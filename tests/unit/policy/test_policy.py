@@ -168,9 +168,9 @@ def test_gradients_of_exactly_0_in_steps_that_have_something_to_learn_are_warned
 
 def test_batches_that_do_not_divide_are_refused():
     policy = Policy(RecordingGroup(4), make_settings("unused", train_global_batch_size=6))
-    with pytest.raises(ConfigError, match="train_global_batch_size=6"):
+    with pytest.raises(ConfigError, match="train_global_batch_size 6"):
         policy.train(make_batch(num_rows=8), NLL())
-    with pytest.raises(ConfigError, match="4 data-parallel ranks"):
+    with pytest.raises(ConfigError, match="4 data-parallel workers"):
         policy.train(make_batch(num_rows=6), NLL())
     with pytest.raises(ConfigError, match="4 policy workers"):
         Policy(RecordingGroup(4), make_settings("unused", tensor_parallel_size=3))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from toy_training import WIDTH, Training, assert_bitwise_equal
 
-from nemo_offload_rl.residency import DeviceOutOfMemoryError, Phase, Placement, TensorGroup, unique_storages
+from nemo_offload_rl.residency import DeviceOutOfMemoryError, Phase, Placement, StateGroup, unique_storages
 from nemo_offload_rl.residency.device.device import Room
 from nemo_offload_rl.residency.table.groups import ArrivalOrder
 
@@ -294,7 +294,7 @@ def test_closing_takes_the_waits_off_the_layers():
 
 
 def order_of(tensors: dict[str, torch.Tensor], layers: list[nn.Module]) -> ArrivalOrder:
-    return ArrivalOrder(TensorGroup("params", lambda: tensors.items(), layers=layers))
+    return ArrivalOrder(StateGroup("params", lambda: tensors.items(), layers=layers))
 
 
 def test_what_no_layer_has_comes_first_and_what_two_layers_share_with_the_first_of_them():
@@ -314,7 +314,7 @@ def test_what_no_layer_has_comes_first_and_what_two_layers_share_with_the_first_
 def test_a_storage_that_a_parameter_has_got_since_comes_with_its_layer():
     one, two = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
     layers: list[nn.Module] = [two, one]
-    order = ArrivalOrder(TensorGroup("params", lambda: [("one", one.weight), ("two", two.weight)], layers=layers))
+    order = ArrivalOrder(StateGroup("params", lambda: [("one", one.weight), ("two", two.weight)], layers=layers))
     for _ in range(2):
         records = unique_storages([("one", one.weight), ("two", two.weight)])
         spans, num_needed = order.of(records)

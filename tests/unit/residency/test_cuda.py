@@ -19,7 +19,7 @@ from nemo_offload_rl.residency import (
     ResidencyManager,
     ResidencyPlan,
     ResidencySettings,
-    TensorGroup,
+    StateGroup,
     TransitionReport,
     make_device,
     optimizer_tensors,
@@ -64,9 +64,9 @@ class Training:
         self.manager = ResidencyManager(
             plan=make_plan(**changes),
             groups=[
-                TensorGroup("params", self.named, read_dtype=read_dtype),
+                StateGroup("params", self.named, read_dtype=read_dtype),
                 GradsGroup(self.named),
-                TensorGroup("optimizer", lambda: optimizer_tensors(self.optimizer, self.named)),
+                StateGroup("optimizer", lambda: optimizer_tensors(self.optimizer, self.named)),
             ],
             device=make_device(torch.device("cuda")),
         )
@@ -268,7 +268,7 @@ def test_layers_wait_for_their_own_late_copies_on_the_device_and_the_host_waits_
     model = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(8)), nn.Linear(4096, 16)).cuda()
     inputs = torch.randn(64, 4096, device="cuda")
     device = make_device(torch.device("cuda"))
-    params = TensorGroup("params", lambda: model.named_parameters(), layers=model[:-1])
+    params = StateGroup("params", lambda: model.named_parameters(), layers=model[:-1])
     manager = ResidencyManager(plan=make_plan(), groups=[params], device=device)
     manager.enter(Phase.LP_INFERENCE)
     expected = model(inputs)
@@ -299,7 +299,7 @@ def test_thousands_of_storages_cross_in_few_copies_for_which_the_host_does_not_w
     tensors = [torch.randn(size, device="cuda", generator=generator) for size in sizes]
     sums = [float(tensor.double().sum()) for tensor in tensors]
     device = make_device(torch.device("cuda"))
-    group = TensorGroup("params", lambda: ((str(i), tensor) for i, tensor in enumerate(tensors)))
+    group = StateGroup("params", lambda: ((str(i), tensor) for i, tensor in enumerate(tensors)))
     manager = ResidencyManager(plan=make_plan(), groups=[group], device=device)
     manager.enter(Phase.LP_INFERENCE)
     gc.collect()

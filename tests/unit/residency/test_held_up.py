@@ -17,7 +17,7 @@ from nemo_offload_rl.residency import (
     HostArena,
     Phase,
     ResidencyManager,
-    TensorGroup,
+    StateGroup,
     TransitionReport,
     resolve_plan,
 )
@@ -175,9 +175,9 @@ class Passes:
         for index, parameter in enumerate(self.parameters):
             named = [("weight", parameter)]
             groups += [
-                TensorGroup(f"params/part.{index}", lambda named=named: named),
+                StateGroup(f"params/part.{index}", lambda named=named: named),
                 GradsGroup(lambda named=named: named, f"grads/part.{index}"),
-                TensorGroup(f"optimizer/part.{index}", lambda: []),
+                StateGroup(f"optimizer/part.{index}", lambda: []),
             ]
         plan = resolve_plan(settings(offload_optimizer_states=True, streams_parameters=True))
         self.manager = ResidencyManager(plan=plan, groups=groups, device=device)

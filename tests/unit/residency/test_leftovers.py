@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from toy_training import Training
 
-from nemo_offload_rl.residency import CpuDevice, Phase, ResidencyError, ResidencyManager, TensorGroup
+from nemo_offload_rl.residency import CpuDevice, Phase, ResidencyError, ResidencyManager, StateGroup
 from nemo_offload_rl.residency.table.groups import unique_storages
 from nemo_offload_rl.residency.table.ledger import find_kept_blocks, find_leftovers
 
@@ -118,7 +118,7 @@ def test_verifying_finds_a_write_that_nobody_told_of():
     training = Training()
     manager = ResidencyManager(
         plan=training.manager.plan,
-        groups=[TensorGroup("params", training.model.named_parameters)],
+        groups=[StateGroup("params", training.model.named_parameters)],
         device=CpuDevice(),
         verify=True,
     )

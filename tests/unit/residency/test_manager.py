@@ -19,7 +19,7 @@ from nemo_offload_rl.residency import (
     Placement,
     ResidencyError,
     ResidencyManager,
-    TensorGroup,
+    StateGroup,
     resolve_plan,
 )
 
@@ -188,7 +188,7 @@ def test_tied_tensors_and_tensors_of_two_groups_move_once():
     assert training.model.second.weight is training.model.first.weight
 
     shared = Training()
-    shared.manager._states["optimizer"].group = TensorGroup("optimizer", lambda: shared.model.named_parameters())
+    shared.manager._states["optimizer"].group = StateGroup("optimizer", lambda: shared.model.named_parameters())
     shared.manager.enter(Phase.REFIT)
     assert shared.manager.enter(Phase.GENERATION).bytes_out == unique_bytes
 
@@ -295,7 +295,7 @@ def test_all_host_memory_is_given_back_at_close():
 
 def test_a_group_that_left_keeps_no_storage_alive_that_its_owner_drops():
     tensors = {"first": torch.ones(1000)}
-    group = TensorGroup("optimizer", lambda: tensors.items())
+    group = StateGroup("optimizer", lambda: tensors.items())
     manager = ResidencyManager(plan=resolve_plan(plan_settings()), groups=[group], device=CpuDevice())
     taken_bytes = []
     for _ in range(3):

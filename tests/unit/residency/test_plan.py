@@ -17,6 +17,7 @@ from nemo_offload_rl.residency import (
     choose_resident,
     resolve_plan,
 )
+from nemo_offload_rl.residency.table.plan import TEACHER, TEACHER_LAYER
 
 D, H, F, U = Placement.DEVICE, Placement.HOST, Placement.FREED, Placement.UNCHANGED
 
@@ -38,7 +39,7 @@ EXPECTED = {
         {"params": [D, D, D, U, U, U], "grads": [D, D, F, U, U, F], "optimizer": [D, D, U, U, U, U]},
     ),
     "teacher": (
-        {"has_teacher": True, "has_teacher_head": True, "streams_teacher": True},
+        {"rows": frozenset({TEACHER, TEACHER_HEAD, TEACHER_LAYER})},
         {
             "teacher": [H, H, H, H, H, D],
             "teacher/layer.3": [H, H, H, H, H, H],
@@ -74,7 +75,7 @@ def test_the_printed_table_has_every_group_phase_and_size():
     lines = text.splitlines()
     phases = [phase.name for phase in Phase if phase is not Phase.TEACHER_INFERENCE]
     assert lines[0].split() == ["group", *phases]
-    with_teacher = resolve_plan(settings(has_teacher=True)).render().splitlines()
+    with_teacher = resolve_plan(settings(rows=frozenset({TEACHER}))).render().splitlines()
     assert with_teacher[0].split() == ["group", *(phase.name for phase in Phase)]
     assert lines[1].startswith("params (2.00 GiB)")
     assert [line.split()[0] for line in lines[1:]] == ["params", "grads", "optimizer", "reference"]
@@ -115,7 +116,7 @@ def test_cached_memory_is_released_for_an_engine_on_the_same_device_only():
 
 @pytest.mark.parametrize("phase", Phase)
 def test_what_a_phase_touches_is_on_its_device(phase):
-    plan = resolve_plan(settings(has_base=True, has_teacher=True, has_teacher_head=True))
+    plan = resolve_plan(settings(rows=frozenset({BASE, TEACHER, TEACHER_HEAD})))
     assert all(plan.placement(group, phase) is D for group in PHASES[phase].touches)
 
 

@@ -15,7 +15,7 @@ from nemo_offload_rl.residency import (
     Phase,
     Placement,
     ResidencyManager,
-    TensorGroup,
+    StateGroup,
     optimizer_tensors,
     resolve_plan,
 )
@@ -53,7 +53,7 @@ class PartsTraining:
         self.manager = ResidencyManager(
             plan=resolve_plan(settings(offload_optimizer_states=streamed, colocated=colocated)),
             groups=[
-                TensorGroup("params", lambda: named),
+                StateGroup("params", lambda: named),
                 GradsGroup(lambda: named),
                 *self.parts.groups(lambda some: optimizer_tensors(self.optimizer, lambda: some)),
             ],

@@ -13,7 +13,7 @@ from nemo_offload_rl.residency import (
     Phase,
     ResidencyManager,
     ResidencySettings,
-    TensorGroup,
+    StateGroup,
     optimizer_tensors,
     resolve_plan,
 )
@@ -65,7 +65,7 @@ class Training:
         self.manager = ResidencyManager(
             plan=resolve_plan(settings(**changes)),
             groups=[
-                TensorGroup(
+                StateGroup(
                     "params",
                     lambda: [*self.model.named_parameters(), *self.model.named_buffers()],
                     layers=(self.model.first, self.model.norm) if layered else (),
