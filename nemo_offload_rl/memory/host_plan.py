@@ -30,7 +30,6 @@ from nemo_offload_rl.residency import (
     Placement,
     ResidencyPlan,
     ResidencySettings,
-    choose_resident,
     resolve_plan,
 )
 
@@ -368,6 +367,21 @@ def resident_groups(settings: PolicySettings, sizes_bytes: Mapping[str, int], de
         kept_bytes = sum(size for name, size in stays.items() if name in kept)
         kept |= choose_resident(candidates, max(0, left_by_engine_bytes(settings, device_bytes) - kept_bytes))
     return frozenset(kept)
+
+
+def choose_resident(sizes_bytes: Mapping[str, int], room_bytes: int) -> frozenset[str]:
+    """Choose groups that may stay on the device with the engine: the largest first, as far as the room goes.
+
+    Args:
+        sizes_bytes: Sizes of the candidates.
+        room_bytes: Device memory that neither the engine nor the reserve claims.
+    """
+    chosen: set[str] = set()
+    for name, size in sorted(sizes_bytes.items(), key=lambda item: -item[1]):
+        if size <= room_bytes:
+            chosen.add(name)
+            room_bytes -= size
+    return frozenset(chosen)
 
 
 def left_by_engine_bytes(settings: PolicySettings, device_bytes: int) -> int:

@@ -46,7 +46,6 @@ from nemo_offload_rl.residency.table.plan import (
     Placement,
     ResidencyPlan,
     ResidencySettings,
-    choose_resident,
     resolve_plan,
     row_of,
 )

@@ -67,20 +67,15 @@ class CudaDevice(Device):
         # driver. Seen on a GPU: 20 GiB of logits' memory stayed while the engine was awake.
         torch.cuda.empty_cache()
         self._staging = {stream: _staging_buffer(self.device) for stream in (self._out, self._in)}
-        self._load_kernels()
+        # Launched once here: CUDA loads the kernel at its first launch and waits for the whole GPU, copies under way
+        # included. On an H200 that held up the first caller for 0.13 s.
+        staging = self._staging[self._out]
+        torch._foreach_copy_([staging[:1], staging[1:2]], [staging[2:3], staging[3:4]])
         self._leaving = CopiesOut()
         # Events in order, each with the report that is charged for idle seconds until the next event.
         self._marks: deque[tuple[torch.cuda.Event, TransitionReport | None]] = deque()
         self._new_region = new_region_on(self.device)
         self._hands_over = False  # leaving groups have handed memory to arriving ones since the last transition
-
-    def _load_kernels(self) -> None:
-        """Launch the copy kernel once: CUDA loads it then and waits for the whole GPU, copies under way included.
-
-        Seen on an H200: the first time Megatron's optimizer left, this held up its caller for all copies, 0.13 s.
-        """
-        staging = self._staging[self._out]
-        torch._foreach_copy_([staging[:1], staging[1:2]], [staging[2:3], staging[3:4]])
 
     def owns(self, storage: torch.UntypedStorage) -> bool:
         return storage.device == self.device

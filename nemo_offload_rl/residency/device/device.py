@@ -37,7 +37,7 @@ class Room:
     num_bytes: int
 
 
-@dataclass
+@dataclass(eq=False)
 class Transfer:
     """Copies under way in one direction. Those of this class finished inside the call that started them.
 

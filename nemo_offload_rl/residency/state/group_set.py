@@ -1,16 +1,19 @@
-"""All groups of one worker and their storages; moves several of them together, or none."""
+"""All groups of one worker and their storages; moves of several together or none, and of single ones."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from nemo_offload_rl.residency.device.device import Device
+from nemo_offload_rl.residency.state.frozen_copy import FrozenCopy
 from nemo_offload_rl.residency.state.group_state import GroupState
-from nemo_offload_rl.residency.table.errors import ResidencyError
+from nemo_offload_rl.residency.table.errors import DeviceOutOfMemoryError, ResidencyError
 from nemo_offload_rl.residency.table.groups import StorageRecord, local_tensor, storage_key, unique_storages
 from nemo_offload_rl.residency.table.ledger import REPORTED_FROM_BYTES, Ledger, Leftover, TransitionReport
 from nemo_offload_rl.residency.table.plan import Phase, Placement
@@ -42,11 +45,7 @@ class GroupSet:
         self._unexplained_bytes = 0  # most so far, on the device
 
     def refuse_if_failed(self, purpose: str) -> None:
-        """Raise if an earlier failure could not be undone.
-
-        Raises:
-            ResidencyError: With what failed.
-        """
+        """Raise a ResidencyError if an earlier failure could not be undone."""
         if self.failure is not None:
             raise ResidencyError(
                 f"residency refuses to {purpose}: {self.failure}. Restart this worker from its last checkpoint."
@@ -131,11 +130,8 @@ class GroupSet:
     def leftovers(self, records: Records | None, *, cache_released: bool) -> list[Leftover]:
         """Find device memory that no group which may be there explains; usually none.
 
-        Looks only while no group is leaving, and only if unexplained memory is well above its maximum so far.
-
-        Args:
-            records: Storages by group; None lists them now.
-            cache_released: Cached memory was just released, so that memory still cached counts as unexplained.
+        Looks only while no group is leaving, and only if unexplained memory is well above its maximum so far. Memory
+        that is still cached counts if `cache_released`. Without `records`, storages are listed now.
         """
         if self.is_leaving:
             return []
@@ -151,13 +147,9 @@ class GroupSet:
         return self.device.leftovers(records, here)
 
     def leave_at_most(self, limit_bytes: int, report: TransitionReport) -> None:
-        """Wait for copies out, in order, until this process holds at most `limit_bytes` of the device.
+        """Wait for copies out, in order, until torch's allocator holds at most `limit_bytes` of the device.
 
         Starts no more paced copies then: the engine maps memory next, which waits for all running copies.
-
-        Args:
-            limit_bytes: Most bytes that torch's allocator may hold.
-            report: The report to charge.
         """
         with report.held_up():
             self.release_finished(release_cache=False, starts_more=False, report=report)
@@ -286,3 +278,63 @@ class GroupSet:
 def device_bytes(records: Records) -> dict[str, int]:
     """Bytes of each group that are on the device."""
     return {name: sum(record.storage.nbytes() for record in group.values()) for name, group in records.items()}
+
+
+class Mover:
+    """Moves single groups outside of transactions. A failed move leaves its group as it was.
+
+    Args:
+        device: Device of the groups.
+        report: Report to charge.
+        records: Returns a group's present storages; by default all of its own on the device.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        report: TransitionReport,
+        records: Callable[[GroupState], Mapping[int, StorageRecord]] | None = None,
+    ) -> None:
+        self.report = report
+        self._device = device
+        self.records = records or partial(records_of, device=device)
+
+    def held_up(self) -> AbstractContextManager[None]:
+        """Charge this mover's report; see `Device.held_up`."""
+        return self._device.held_up(self.report)
+
+    def bring(self, state: GroupState, source: FrozenCopy | None = None) -> None:
+        """Start bringing a group, unless it is on the device.
+
+        Raises:
+            DeviceOutOfMemoryError: There is no room.
+        """
+        if state.location is Placement.DEVICE:
+            return
+        records = self.records(state)
+        try:
+            state.arrive(records, self.report, source)
+        except BaseException:
+            state.undo_arrival(records)
+            raise
+
+    def try_bring(self, state: GroupState, source: FrozenCopy | None = None) -> bool:
+        """Start bringing a group; return False if there is no room: free memory may be in pieces."""
+        try:
+            self.bring(state, source)
+        except DeviceOutOfMemoryError:
+            return False
+        return True
+
+    def leave(self, state: GroupState, place: Placement = Placement.HOST) -> None:
+        """Have a group leave, unless it is away."""
+        if state.location is Placement.DEVICE:
+            # Listed now: an optimizer makes its states in its first update.
+            state.leave(place, self.records(state), self.report)
+
+
+@torch.no_grad()
+def records_of(state: GroupState, device: Device, others: Collection[int] = ()) -> dict[int, StorageRecord]:
+    """Present storages of a group on a device, by key, without `others`."""
+    found = unique_storages(state.group.tensors())
+    return {key: record for key, record in found.items() if key not in others and device.owns(record.storage)}

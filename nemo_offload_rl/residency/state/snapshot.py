@@ -30,13 +30,13 @@ from nemo_offload_rl.residency.table.plan import Placement, ResidencyPlan
 
 
 class Snapshot:
-    """Frozen copy of one group.
+    """Frozen copy of one group's contents, under a name for reports.
 
     Args:
-        name: Its name in reports.
-        state: Its group.
-        copy: Host memory for its contents.
-        device: Device of its group.
+        name: The name.
+        state: The group.
+        copy: Host memory for the contents.
+        device: Device of the group.
         has_host_copy: The plan has host memory for a copy of the group itself.
     """
 

@@ -14,9 +14,8 @@ from contextlib import contextmanager
 
 from nemo_offload_rl.residency.device.device import Room
 from nemo_offload_rl.residency.state.frozen_copy import FrozenCopy
-from nemo_offload_rl.residency.state.group_set import GroupSet
+from nemo_offload_rl.residency.state.group_set import GroupSet, Mover
 from nemo_offload_rl.residency.state.group_state import GroupState
-from nemo_offload_rl.residency.streams.stream import Mover
 from nemo_offload_rl.residency.streams.work_memory import WorkMemory
 from nemo_offload_rl.residency.table.errors import ResidencyError
 from nemo_offload_rl.residency.table.groups import local_tensor, storage_bytes, storage_key

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
-from nemo_offload_rl.residency.state.group_set import GroupSet, Records
+from nemo_offload_rl.residency.state.group_set import GroupSet, Mover, Records
 from nemo_offload_rl.residency.state.snapshot import Snapshot, Snapshots
-from nemo_offload_rl.residency.streams.stream import Bundle, Mover, Stream
+from nemo_offload_rl.residency.streams.stream import Bundle, Stream
 from nemo_offload_rl.residency.streams.work_memory import WorkMemory
 from nemo_offload_rl.residency.table.ledger import TransitionReport
 from nemo_offload_rl.residency.table.plan import OPTIMIZER, OPTIMIZER_PART, Phase, Placement, ResidencyPlan, row_of
@@ -20,7 +20,7 @@ class Prefetcher:
 
     Args:
         plan: Where each group must be in each phase.
-        groups: The groups.
+        groups: All groups of the worker.
         parts: Parts of a streamed optimizer, in the order of their updates, each with the other groups of its update.
         parts_come_ahead: Parts may come before the step. False where passes bring parameters and decide which parts
             come: copies run in the order in which they are started, and passes would wait for states.

@@ -11,20 +11,14 @@ ChunkedOptimizerStateOffloader (megatron/core/optimizer/cpu_offloading).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 
-import torch
-
-from nemo_offload_rl.residency.device.device import Device
-from nemo_offload_rl.residency.state.frozen_copy import FrozenCopy
-from nemo_offload_rl.residency.state.group_set import GroupSet
+from nemo_offload_rl.residency.state.group_set import GroupSet, Mover, records_of
 from nemo_offload_rl.residency.state.group_state import GroupState
 from nemo_offload_rl.residency.streams.work_memory import WorkMemory
-from nemo_offload_rl.residency.table.errors import DeviceOutOfMemoryError
-from nemo_offload_rl.residency.table.groups import StorageRecord, unique_storages
 from nemo_offload_rl.residency.table.ledger import TransitionReport
 from nemo_offload_rl.residency.table.plan import Phase, Placement
 
@@ -34,59 +28,6 @@ type Bundle = Sequence[GroupState]
 # Bundles started at a time in an update. Starting the copies of one takes the host a millisecond or two. Starting all
 # that fit would hold up the first update, and with it the first copy out.
 STARTED_AT_ONCE = 2
-
-
-class Mover:
-    """Moves single groups outside of transactions. A failed move leaves its group as it was.
-
-    Args:
-        device: Device of the groups.
-        report: Report to charge.
-        records: Returns a group's present storages; by default all of its own on the device.
-    """
-
-    def __init__(
-        self,
-        device: Device,
-        report: TransitionReport,
-        records: Callable[[GroupState], Mapping[int, StorageRecord]] | None = None,
-    ) -> None:
-        self.report = report
-        self._device = device
-        self.records = records or partial(records_of, device=device)
-
-    def held_up(self) -> AbstractContextManager[None]:
-        """Charge this mover's report; see `Device.held_up`."""
-        return self._device.held_up(self.report)
-
-    def bring(self, state: GroupState, source: FrozenCopy | None = None) -> None:
-        """Start bringing a group, unless it is on the device.
-
-        Raises:
-            DeviceOutOfMemoryError: There is no room.
-        """
-        if state.location is Placement.DEVICE:
-            return
-        records = self.records(state)
-        try:
-            state.arrive(records, self.report, source)
-        except BaseException:
-            state.undo_arrival(records)
-            raise
-
-    def try_bring(self, state: GroupState, source: FrozenCopy | None = None) -> bool:
-        """Start bringing a group; return False if there is no room: free memory may be in pieces."""
-        try:
-            self.bring(state, source)
-        except DeviceOutOfMemoryError:
-            return False
-        return True
-
-    def leave(self, state: GroupState, place: Placement = Placement.HOST) -> None:
-        """Have a group leave, unless it is away."""
-        if state.location is Placement.DEVICE:
-            # Listed now: an optimizer makes its states in its first update.
-            state.leave(place, self.records(state), self.report)
 
 
 class Stream:
@@ -331,10 +272,3 @@ class Streams:
         device = self._groups.device
         mover = Mover(device, report, partial(records_of, device=device, others=others))
         return Stream(bundles, mover, limit_bytes, overlap=self._groups.overlap)
-
-
-@torch.no_grad()
-def records_of(state: GroupState, device: Device, others: Collection[int] = ()) -> dict[int, StorageRecord]:
-    """Present storages of a group on a device, by key, without `others`."""
-    found = unique_storages(state.group.tensors())
-    return {key: record for key, record in found.items() if key not in others and device.owns(record.storage)}

@@ -230,18 +230,3 @@ def resolve_plan(settings: ResidencySettings) -> ResidencyPlan:
     return ResidencyPlan(
         table=MappingProxyType(table), pinned_groups=frozenset(pinned & rows.keys()), shares_device=settings.colocated
     )
-
-
-def choose_resident(sizes_bytes: Mapping[str, int], room_bytes: int) -> frozenset[str]:
-    """Choose groups that may stay on the device with the engine: the largest first, as far as the room goes.
-
-    Args:
-        sizes_bytes: Sizes of the candidates.
-        room_bytes: Device memory that neither the engine nor the reserve claims.
-    """
-    chosen: set[str] = set()
-    for name, size in sorted(sizes_bytes.items(), key=lambda item: -item[1]):
-        if size <= room_bytes:
-            chosen.add(name)
-            room_bytes -= size
-    return frozenset(chosen)

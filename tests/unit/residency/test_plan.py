@@ -7,16 +7,8 @@ from pathlib import Path
 import pytest
 from toy_training import settings
 
-from nemo_offload_rl.residency import (
-    BASE,
-    PHASES,
-    TEACHER_HEAD,
-    Phase,
-    PhaseSpec,
-    Placement,
-    choose_resident,
-    resolve_plan,
-)
+from nemo_offload_rl.memory.host_plan import choose_resident
+from nemo_offload_rl.residency import BASE, PHASES, TEACHER_HEAD, Phase, PhaseSpec, Placement, resolve_plan
 from nemo_offload_rl.residency.table.plan import TEACHER, TEACHER_LAYER
 
 D, H, F, U = Placement.DEVICE, Placement.HOST, Placement.FREED, Placement.UNCHANGED
