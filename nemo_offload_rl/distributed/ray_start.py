@@ -76,7 +76,8 @@ class Daemons:
             return None
         self._is_told = True
         return WorkerDiedError(
-            f"{ended} has ended, and Ray does not work without it: it was killed, or its host ran out of memory"
+            f"{ended} has ended, and Ray does not work without it: it was killed, or its host ran out of memory; "
+            "start the run again"
         )
 
     def check(self) -> None:

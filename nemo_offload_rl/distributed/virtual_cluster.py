@@ -416,7 +416,7 @@ def _check_resources(settings: ClusterConfig) -> None:
         if sum(counts) < settings.world_size:
             raise ConfigError(
                 f"{asked} needs {settings.world_size} {resource}s, but the Ray cluster has {sum(counts)}; lower "
-                f"cluster.{per_node} or join a larger one"
+                f"cluster.{per_node}, or join a larger Ray cluster"
             )
         if sum(count >= settings.workers_per_node for count in counts) < settings.num_nodes:
             raise ConfigError(

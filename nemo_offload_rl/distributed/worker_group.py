@@ -236,7 +236,7 @@ class RayWorkerGroup:
             ray.kill(actor, no_restart=True)
         _, alive = psutil.wait_procs(processes, timeout=_EXIT_TIMEOUT_S)
         for process in alive:
-            logger.warning("%s (pid %d) outlived its end and is killed", self._spec.name, process.pid)
+            logger.warning("%s (pid %d) did not end when asked to, and is killed", self._spec.name, process.pid)
             process.kill()
 
     def _values(self, outcomes: Mapping[int, Outcome]) -> list[Any]:
@@ -326,7 +326,12 @@ class RayWorkerGroup:
         # A stack of native code may be longer than the lines shown; its reason comes before it.
         reasons = [line for line in lines[:-_LAST_WORDS_LINES] if _NAMES_SIGNAL.search(line)]
         if lines := reasons[-1:] + lines[-_LAST_WORDS_LINES:]:
-            logger.error("the last words of %s, from %s:\n%s", self.label(rank), location.stderr_path, "\n".join(lines))
+            logger.error(
+                "the last lines of %s's standard error, from %s:\n%s",
+                self.label(rank),
+                location.stderr_path,
+                "\n".join(lines),
+            )
 
     def locations(self) -> dict[int, WorkerLocation]:
         """Return the workers' locations by rank, without workers that have not started yet."""
@@ -398,8 +403,8 @@ def original_error(error: RayError, worker: str, method: str) -> BaseException:
         if isinstance(cause, torch.OutOfMemoryError | DeviceOutOfMemoryError):
             cause = UserError(
                 f"{worker} ran out of the device's memory during {method} ({' '.join(str(cause).split())[:300]}); free "
-                "what other processes hold of it, lower policy.generation.vllm_cfg.gpu_memory_utilization where an "
-                "engine shares it, or use more GPUs"
+                "memory that other processes hold on it, lower policy.generation.vllm_cfg.gpu_memory_utilization if "
+                "an engine shares it, or use more GPUs"
             )
         cause.add_note(f"Raised in {worker}, {method}:\n{_without_colours(str(error)).strip()}")
         return cause

@@ -125,7 +125,7 @@ def _rollout(
     """Make a sample; it is unscored without a call to the policy."""
     found = conversations(calls)
     if not found and isinstance(score, Score):
-        score = Unscored("failed", "the agent asked the policy nothing")
+        score = Unscored("failed", "the agent sent no request to the policy")
     first, *others = [_conversation(each) for each in found] or [SideConversation(prompt.token_ids, ())]
     if found:
         prompt = replace(prompt, token_ids=first.prompt_token_ids, text=decode(first.prompt_token_ids))
@@ -156,4 +156,4 @@ def _conversation(calls: Sequence[tuple[ServedCall, bool]]) -> SideConversation:
 def _warn(calls: Sequence[Sequence[ServedCall]]) -> None:
     silent = sum(not each for each in calls)
     if silent:
-        logger.warning("%d of %d rollouts asked the policy nothing and are left out", silent, len(calls))
+        logger.warning("%d of %d agents sent no request to the policy; their rollouts are left out", silent, len(calls))

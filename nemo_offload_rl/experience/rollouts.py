@@ -88,7 +88,7 @@ class Rollouts:
             if name not in environments:
                 known = ", ".join(environments) or "none"
                 raise ConfigError(
-                    f"environment {name!r} is named by data but not a key of env (known: {known}); add it"
+                    f"data names environment {name!r}, which is no key of env (its keys: {known}); add it to env"
                 )
         self._prompts = prompts
         self._group_size = group_size

@@ -131,8 +131,8 @@ class CheckpointSaver:
         if isinstance(verdict, HostShare):
             return True
         logger.warning(
-            "copies of %.2f GiB for a save in the background do not fit the %.2f GiB that %s leaves; this save is "
-            "waited for",
+            "copies of %.2f GiB for a save in the background do not fit the %.2f GiB that %s leaves; the step "
+            "waits for this save",
             verdict.needed_bytes / 2**30,
             verdict.limit.left_bytes / 2**30,
             verdict.limit.name,

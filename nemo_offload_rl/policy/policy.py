@@ -103,7 +103,7 @@ class Policy:
         parallel, world_size = settings.backend.model_parallel, group.world_size
         if world_size % parallel.ranks_per_copy:
             raise ConfigError(
-                f"{world_size} policy workers are no whole copies of a model that is spread over "
+                f"{world_size} policy workers cannot hold whole copies of a model that is spread over "
                 f"{parallel.ranks_per_copy} of them; change the parallel sizes or the number of devices."
             )
         self._group = group

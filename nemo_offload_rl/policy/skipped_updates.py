@@ -137,9 +137,9 @@ class ZeroGradients:
         if self._in_a_row == WARNED_AFTER:
             logger.warning(
                 "nothing was learned in the last %d steps: all gradients are exactly 0, although the batches have "
-                "something to learn%s. A weight of an absurd size makes the output constant (is train/entropy or "
-                "train/loss what you expect of this model?), or no token is left in the loss (train/clip_fraction, "
-                "train/is_oob_ratio, train/outside_nucleus_rate)",
+                "something to learn%s. A huge weight may make the output constant (see train/entropy and "
+                "train/loss), or no token is left in the loss (see train/clip_fraction, train/is_oob_ratio and "
+                "train/outside_nucleus_rate)",
                 self._in_a_row,
                 " (advantages are not 0)" if isinstance(batch, PolicyGradientBatch) else "",
             )

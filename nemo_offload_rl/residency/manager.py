@@ -325,7 +325,7 @@ class ResidencyManager:
             ResidencyError: The group is not on the device, or its own bytes could not be brought back.
         """
         if self.phase is None:
-            raise ResidencyError(f"swap in {name!r}: no phase has been entered yet; enter LP_INFERENCE first")
+            raise ResidencyError(f"cannot swap in {name!r}: no phase has been entered yet; enter LP_INFERENCE first")
         report = TransitionReport(self.phase, self.phase)
         try:
             with self._snapshots.swapped_in(name, report):
@@ -344,9 +344,12 @@ class ResidencyManager:
         Raises:
             ResidencyError: A snapshot is swapped in, so that the policy's own contents are not on the device.
         """
-        self._groups.refuse_if_failed("show the state for a checkpoint")
+        self._groups.refuse_if_failed("read or load a checkpoint's state")
         if self._snapshots.present is not None:
-            raise ResidencyError(f"cannot show a checkpoint the state while {self._snapshots.present!r} is swapped in")
+            raise ResidencyError(
+                f"cannot read or load a checkpoint's state while snapshot {self._snapshots.present!r} is swapped in; "
+                "leave `swapped_in` first"
+            )
         away = [name for name, state in self._states.items() if state.location is Placement.HOST]
         wanted = {name: Placement.DEVICE for name in away if not names or name in names}
         if names:
@@ -371,7 +374,7 @@ class ResidencyManager:
         The view shares the host copy's memory, which the next transition may overwrite. Device contents may be read
         afterwards: device work waits for arriving groups.
         """
-        self._groups.refuse_if_failed("show the state for a checkpoint")
+        self._groups.refuse_if_failed("read or load a checkpoint's state")
         return self._groups.host_view(tensor)
 
     # -- memory
@@ -428,8 +431,8 @@ class ResidencyManager:
         self._groups.refuse_if_failed(f"enter {target.value}")
         if self._snapshots.present is not None and target is not self.phase:
             raise ResidencyError(
-                f"cannot enter {target.value} while {self._snapshots.present!r} is swapped in: the group's own bytes "
-                "would be taken for a copy that may go; leave `swapped_in` first"
+                f"cannot enter {target.value} while snapshot {self._snapshots.present!r} is swapped in, because the "
+                "group's own contents are not on the device; leave `swapped_in` first"
             )
         freed = [name for name, place in wanted.items() if place is Placement.FREED]
         if self._open_step and freed:

@@ -25,7 +25,9 @@ def test_a_model_that_vllm_builds_in_another_way_ends_the_run_with_the_weights_t
     assert done.status == 2
     reason, *last_lines = done.stderr.splitlines()[-3:]
     assert reason.startswith("error: The engine used nothing, or only a part, of model.layers.0.self_attn.o_proj.")
-    assert reason.endswith("vLLM builds this model in another way; choose a model that both build alike.")
+    assert reason.endswith(
+        "vLLM builds this model in another way; choose a model that vLLM and the policy build in the same way."
+    )
     run_dir = tmp_path / "run"
     assert last_lines == [f"  logs    {run_dir}", f"  report  python -m nemo_offload_rl.report {run_dir}"]
     assert "Traceback" not in done.stderr

@@ -239,5 +239,6 @@ def _check_all_was_read(partly_read: Sequence[Mapping[str, Sequence[int]]]) -> N
     if unread:
         raise RefitError(
             f"The engine used nothing, or only a part, of {listed(unread)}: its model has no weights of that name and "
-            "size, because vLLM builds this model in another way; choose a model that both build alike."
+            "size, because vLLM builds this model in another way; choose a model that vLLM and "
+            "the policy build in the same way."
         )

@@ -50,7 +50,7 @@ async def json_body(request: Request, limits: HttpLimits) -> dict[str, Any]:
     """Read the body and parse it as a JSON object.
 
     Raises:
-        BadRequest: The body is no JSON object, is too large, too deep or too slow, or has invalid numbers or text.
+        BadRequest: The body is not a JSON object, is too large, too deep or too slow, or has invalid numbers or text.
     """
     body = bytearray()
     try:
@@ -69,9 +69,9 @@ async def json_body(request: Request, limits: HttpLimits) -> dict[str, Any]:
     except RecursionError as error:
         raise BadRequest(_too_deep(limits.depth)) from error
     except ValueError as error:  # includes UnicodeError
-        raise BadRequest(f"the body is no JSON: {error}") from error
+        raise BadRequest(f"the body is not JSON: {error}") from error
     if not isinstance(parsed, dict):
-        raise BadRequest("the body is no JSON object; send one")
+        raise BadRequest("the body is not a JSON object; send one")
     return parsed
 
 
@@ -101,7 +101,7 @@ def _check(parsed: Any, depth: int) -> None:
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _too_deep(depth: int) -> str:

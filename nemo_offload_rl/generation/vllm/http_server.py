@@ -61,7 +61,7 @@ async def _asked(raw_request: Request) -> ChatRequest:
     """Parse the body into a request; first check that it is an object, which vLLM's own checks assume."""
     kind = raw_request.headers.get("Content-Type", "")
     if kind.partition(";")[0].strip().lower() != "application/json":  # a web page may make a browser send others
-        raise BadRequest(f"the body is {kind or 'of no type'}; send JSON, with Content-Type: application/json")
+        raise BadRequest(f"Content-Type is {kind or 'missing'}; send JSON, with Content-Type: application/json")
     body = await json_body(raw_request, _LIMITS)
     for name, value in body.items():
         if name != "seed" and any(map(_is_wide, value if isinstance(value, list) else [value])):
@@ -73,9 +73,9 @@ async def _asked(raw_request: Request) -> ChatRequest:
         where = ".".join(map(str, first["loc"]))
         raise BadRequest(f"{where}: {first['msg']}" if where else first["msg"]) from error
     except _REFUSALS as error:
-        raise BadRequest(f"the body is no request for a chat completion: {error}") from error
+        raise BadRequest(f"the body is not a request for a chat completion: {error}") from error
     if (request.n or 1) > _LIMITS.choices:
-        raise BadRequest(f"n={request.n}, and at most {_LIMITS.choices} answers can be asked for at once")
+        raise BadRequest(f"n is {request.n}, but a request gets at most {_LIMITS.choices} answers; lower n")
     return request
 
 

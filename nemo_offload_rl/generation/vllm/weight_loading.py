@@ -116,7 +116,8 @@ class RefitSession:
         if missing:
             raise RefitError(
                 f"The refit did not change these weights of the engine: {listed(missing)}. The policy has none of that "
-                "name, because vLLM builds this model in another way; choose a model that both build alike."
+                "name, because vLLM builds this model in another way; choose a model that vLLM and the "
+                "policy build in the same way."
             )
         sizes = {name: torch.Size(shape).numel() for name, shape, _ in self._received.values()}
         return {name: (load.num_read, sizes[name]) for name, load in loads.items() if load.num_read < sizes[name]}

@@ -43,7 +43,7 @@ def make_device(device: torch.device) -> Device:
         return CpuDevice()
     if device.type == "cuda":
         return CudaDevice(device)
-    raise NotImplementedError(f"no residency device for {device.type!r}")
+    raise NotImplementedError(f"state can be kept on a CPU or a CUDA GPU, not on {device.type!r}")
 
 
 class CudaDevice(Device):

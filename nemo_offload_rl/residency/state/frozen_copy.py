@@ -195,7 +195,7 @@ class Exchange:
         was_torn, batches, self._done = self._is_torn, self._done, []
         self._through(batches, moved)
         if was_torn:
-            raise ResidencyError("an exchange of device contents broke off in the middle of a piece")
+            raise ResidencyError("an exchange of device contents failed in the middle of a piece, which is lost")
 
     def close(self) -> None:
         """Free the device memory."""

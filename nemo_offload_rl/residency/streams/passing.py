@@ -236,7 +236,9 @@ class PassingParts:
         self._let_go()
         present = [state.group.name for state in self._params if state.location is Placement.DEVICE]
         if present:
-            raise ResidencyError(f"cannot show a frozen copy while {present[0]!r} is on the device; leave it first")
+            raise ResidencyError(
+                f"passes cannot read a frozen copy while {present[0]!r} is on the device; offload it first"
+            )
         self._shown = copy
         try:
             yield

@@ -58,7 +58,7 @@ class StateGroup:
 
     def free(self) -> None:
         """Drop the contents, for a group with `FREED` in its row."""
-        raise NotImplementedError(f"group {self.name!r} cannot be freed: its contents could not be made anew")
+        raise NotImplementedError(f"group {self.name!r} cannot be freed, because its contents could not be made again")
 
     def materialize(self) -> None:
         """Bring a freed group back to the device; its contents start from nothing."""

@@ -143,7 +143,10 @@ def test_what_a_crash_in_native_code_says_is_shown(cluster: VirtualCluster, capl
     workers = RayWorkerGroup(cluster, WorkerSpec(name="echo", factory=ECHO, kwargs={"greeting": "hi"}, num_workers=1))
     with pytest.raises(WorkerDiedError, match="echo worker 0 died during crash"):
         workers.run_all(EchoWorker.crash)
-    assert re.search(r"the last words of echo worker 0, from /.*\n(.*\n)*.*(SIGSEGV|Segmentation fault)", caplog.text)
+    assert re.search(
+        r"the last lines of echo worker 0's standard error, from /.*\n(.*\n)*.*(SIGSEGV|Segmentation fault)",
+        caplog.text,
+    )
     workers.shutdown()
 
 

@@ -193,7 +193,7 @@ def test_rollouts_that_fail_hang_or_say_nothing_are_told_of_and_not_trained_on(
     assert (
         "3 of 7 rollouts failed" in told and "RuntimeError: no tool, at " in told and "test_agent_rollouts.py:" in told
     )
-    assert "1 of 7 rollouts asked the policy nothing" in told
+    assert "1 of 7 agents sent no request to the policy" in told
 
 
 def test_a_rollout_that_is_tried_again_has_a_new_conversation_with_the_same_seed() -> None:

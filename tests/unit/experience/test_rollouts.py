@@ -101,7 +101,9 @@ def test_each_prompt_is_scored_by_the_environment_that_it_names():
 
 
 def test_an_environment_that_is_not_configured_is_an_error_that_names_it():
-    with pytest.raises(ConfigError, match=r"'chess' is named by data but not a key of env \(known: arithmetic\)"):
+    with pytest.raises(
+        ConfigError, match=r"data names environment 'chess', which is no key of env \(its keys: arithmetic\)"
+    ):
         collect(ScriptedEngine({"1+1=": ["2", "2"]}), [prompt("1+1=", "2", "chess")])
 
 

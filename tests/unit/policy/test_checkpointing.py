@@ -290,7 +290,7 @@ def test_without_host_memory_for_a_copy_a_save_is_waited_for(folder, tmp_path, c
         worker.start_save(tmp_path / "saved", in_background=True)
         assert worker.save_is_done()
         worker.finish_save()
-        assert "this save is waited for" in caplog.text
+        assert "the step waits for this save" in caplog.text
         assert (tmp_path / "saved" / ".metadata").is_file()
 
 
