@@ -311,7 +311,7 @@ class Account:
         return {name: whole[name] * min(elements, count) // count for name in (PARAMS, GRADS, OPTIMIZER)}
 
     def _early_bytes(self, phase: Phase) -> int:
-        """Bytes of state that comes early: snapshots, and groups of the phase that follows."""
+        """Bytes of state that may come before its phase: snapshots, groups of the next phase, the optimizer's parts."""
         if not self.cfg.policy.residency_overlap:
             return 0
         plan, sizes, spec = self.plan.plan, self.plan.sizes, PHASES[phase]

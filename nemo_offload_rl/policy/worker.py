@@ -126,7 +126,7 @@ class PolicyWorker:
         return self._enter(Phase.REFIT)
 
     def release_memory(self, to_driver: bool = True) -> None:
-        """Release the memory of finished copies out; with `to_driver`, to the CUDA driver, and start more copies."""
+        """Release the memory of finished copies out. With `to_driver`, also release it to the driver and start more."""
         self.residency.release_finished(to_driver=to_driver, starts_more=to_driver)
 
     def finish_leaving(self) -> None:
@@ -135,7 +135,10 @@ class PolicyWorker:
         collect_garbage()
 
     def offload_after_refit(self, wait_for_all: bool = True) -> TransitionReport:
-        """Move everything off the device; wait for all or the engine's share. Collectives may be impossible then."""
+        """Offload state for generation, and suspend communicators if that is on.
+
+        Without `wait_for_all`, returns as soon as the engine has its share of the device.
+        """
         if self._sender is not None:
             self._sender.release()
         return self._enter(Phase.GENERATION, waits_for_all=wait_for_all)

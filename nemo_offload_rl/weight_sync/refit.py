@@ -1,9 +1,9 @@
 """Runs one refit from the process that drives policy and engine; docs/design/refit.md has the reasons.
 
-1. `offload_before_refit`: all of the policy's state but its weights leaves the device, and its memory is released as
-   copies finish. Meanwhile the engine waits for room for its weights, plus the memory that sending took in earlier
-   refits. With that room, the policy fills the first buckets while the engine maps its memory. It starts no more copies
-   out then, because mapping waits for running ones.
+1. `offload_before_refit`: the policy's state leaves the device, except its weights and what the plan keeps there, and
+   its memory is released as copies finish. Meanwhile the engine waits for room for its weights, plus the memory that
+   sending took in earlier refits. With that room, the policy fills the first buckets while the engine maps its memory.
+   It starts no more copies out then, because mapping waits for running ones.
 2. Buckets: while the engine copies bucket i out of one buffer, the policy fills the other with bucket i + 1. A buffer
    is refilled only after the load of its bucket has returned. Bucket i + 2 is requested right then. Copies out continue
    once the engine has mapped both buffers. No memory is released to the CUDA driver, because that would delay buckets.
@@ -43,11 +43,11 @@ class RefitSource(Protocol):
     """All ranks of the policy, as a refit uses them."""
 
     def offload_before_refit(self) -> object:
-        """Keep only the weights on the device."""
+        """Offload state, but keep the weights on the device."""
         ...
 
     def release_memory(self, to_driver: bool = True) -> object:
-        """Release the memory of finished copies; with `to_driver`, also to the CUDA driver, and start more copies."""
+        """Release the memory of finished copies. With `to_driver`, also release it to the driver and start more."""
         ...
 
     def offload_after_refit(self, wait_for_all: bool = True) -> object:
@@ -55,7 +55,7 @@ class RefitSource(Protocol):
         ...
 
     def finish_leaving(self) -> object:
-        """Start the remaining copies and release their memory, without blocking."""
+        """Have every rank finish the remaining copies and release their memory; returns without waiting for them."""
         ...
 
     def refit_work_bytes(self) -> int:

@@ -158,7 +158,7 @@ def test_no_other_phase_is_entered_while_the_policys_bytes_are_swapped_out(free_
     training, _ = with_reference(free_bytes)
     training.manager.enter(Phase.LP_INFERENCE)
     with training.manager.swapped_in("reference"):
-        with pytest.raises(ResidencyError, match="cannot enter generation while 'reference' is swapped in"):
+        with pytest.raises(ResidencyError, match="cannot enter generation while snapshot 'reference' is swapped in"):
             training.manager.enter(Phase.GENERATION)
         training.manager.enter(Phase.LP_INFERENCE)
     assert_bitwise_equal(dict(training.model.state_dict()), dict(plain.model.state_dict()))
