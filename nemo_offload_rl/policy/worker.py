@@ -26,8 +26,7 @@ from nemo_offload_rl.keys.worker import PolicySettings, TeacherSettings
 from nemo_offload_rl.memory.host_plan import render_host_plan
 from nemo_offload_rl.policy.checkpointing import CheckpointSaver
 from nemo_offload_rl.policy.communicators import make_communicators
-from nemo_offload_rl.policy.micro_batches import in_rows_of, micro_batch_rows
-from nemo_offload_rl.policy.passes import Passes, TrainingPace, told_out_of_memory
+from nemo_offload_rl.policy.passes import Passes, TrainingPace, in_rows_of, micro_batch_rows, told_out_of_memory
 from nemo_offload_rl.policy.process import closing, record_memory_history, use_deterministic_algorithms
 from nemo_offload_rl.policy.residency_setup import begin_host_memory, build_manager, limit_gpu_memory
 from nemo_offload_rl.policy.skipped_updates import SkippedUpdates, parameters_not_finite, warn_of_skipped

@@ -36,7 +36,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from nemo_offload_rl.errors import ConfigError, UserError
 from nemo_offload_rl.keys.policy import BatchingConfig, SchedulerMilestonesConfig, SchedulerPhaseConfig
 from nemo_offload_rl.keys.worker import TokenFilter
-from nemo_offload_rl.policy.micro_batches import micro_batch_rows
+from nemo_offload_rl.policy.passes import micro_batch_rows
 from nemo_offload_rl.policy.worker import PolicyWorker
 from nemo_offload_rl.protocols.loss import ReferenceLoss
 from nemo_offload_rl.protocols.vocab import VocabShard, is_drawn
