@@ -47,11 +47,7 @@ def make_device(device: torch.device) -> Device:
 
 
 class CudaDevice(Device):
-    """One GPU.
-
-    Args:
-        device: The CUDA device.
-    """
+    """One GPU."""
 
     asynchronous = True
 

@@ -51,11 +51,7 @@ def pieces_of(copies: Iterable[Copy], end_of: EndOf) -> Iterator[Piece]:
     """Join copies into pieces, in order.
 
     Neighbours in host memory are joined up to `CHUNK_BYTES` if they are neighbours on the device too, else up to
-    `STAGING_BYTES` if each is small.
-
-    Args:
-        copies: Copies to or from one device.
-        end_of: Finds the ends of that device's allocations.
+    `STAGING_BYTES` if each is small. All are to or from the device whose allocations `end_of` knows.
     """
     run: _Run | None = None
     for copy in copies:

@@ -32,6 +32,7 @@ type Pairs = list[tuple[Tensor, Tensor]]
 """Pairs of [N] tensors; the first is on the device and at least as wide as the second."""
 
 type Moved = Callable[[Transfer, bool], None]
+"""Called with each copy over the link and whether it came to the device."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +59,7 @@ class Form:
 
 
 class FrozenCopy(HostMirror):
-    """Storages of one or more groups, each kept once.
-
-    Args:
-        owner: Name in the arena's errors.
-        arena: Provides the host memory.
-        pinned: The host memory is page-locked.
-    """
+    """Storages of one or more groups, each kept once; arguments as of `HostMirror`."""
 
     def __init__(self, owner: str, arena: HostArena, *, pinned: bool = True) -> None:
         super().__init__(owner, arena, pinned=pinned)
@@ -178,16 +173,11 @@ class Exchange:
         self._buffers = [storage_bytes(storage, self._piece_bytes) for storage in storages]
 
     def run(self, pairs: Iterable[tuple[Tensor, Tensor]], moved: Moved) -> None:
-        """Exchange the uint8 contents of each pair. If it raises, `undo` reverses what was exchanged.
-
-        Args:
-            pairs: A tensor on the device and one on the device or the host.
-            moved: Called with each copy over the link and whether it came to the device.
-        """
+        """Exchange the uint8 contents of each pair. If it raises, `undo` reverses what was exchanged."""
         self._through(in_batches(pairs, self._piece_bytes), moved)
 
     def undo(self, moved: Moved) -> None:
-        """Reverse what `run` exchanged. `moved` is as in `run`.
+        """Reverse what `run` exchanged.
 
         Raises:
             ResidencyError: `run` broke off in the middle of a piece, whose contents are lost.

@@ -108,10 +108,8 @@ class GroupSet:
     ) -> None:
         """Release the memory of copies out that have finished. Does not block.
 
-        Args:
-            release_cache: Also release cached memory to the driver once all copies have finished or, if paced, any.
-            starts_more: Start further paced copies.
-            report: Report to charge instead of the copies' own.
+        With `release_cache`, also release cached memory to the driver once all copies have finished or, if paced, any.
+        With `starts_more`, start further paced copies. `report` is charged instead of the copies' own.
         """
         settled = None
         for state in self.states.values():
@@ -174,13 +172,10 @@ class GroupSet:
         report: TransitionReport | None = None,
         is_exposed: bool = True,
     ) -> None:
-        """Wait for every copy under way and release the memory of groups that left.
+        """Wait for every copy under way, with `arrivals` also for copies in, and release the memory of what left.
 
-        Args:
-            arrivals: Wait for copies in too.
-            release_cache: Also release cached memory to the driver.
-            report: Report to charge for that instead of the copies' own.
-            is_exposed: Charge the wait; False charges no report.
+        With `release_cache`, also release cached memory to the driver, at the expense of `report` instead of the
+        copies' own. Without `is_exposed`, no report is charged.
         """
         waiting = [state for state in self.states.values() if arrivals or not state.is_arriving]
         reports = (state.settle_and_charge(is_exposed=is_exposed) for state in waiting)

@@ -30,14 +30,9 @@ from nemo_offload_rl.residency.table.plan import Placement, ResidencyPlan
 
 
 class Snapshot:
-    """Frozen copy of one group's contents, under a name for reports.
+    """Frozen copy of one group's contents.
 
-    Args:
-        name: The name.
-        state: The group.
-        copy: Host memory for the contents.
-        device: Device of the group.
-        has_host_copy: The plan has host memory for a copy of the group itself.
+    If `has_host_copy`, the plan has host memory for a copy of the group itself.
     """
 
     def __init__(self, name: str, state: GroupState, copy: FrozenCopy, device: Device, *, has_host_copy: bool) -> None:

@@ -44,15 +44,9 @@ def find_leftovers(
     device: torch.device,
     from_bytes: int = REPORTED_FROM_BYTES,
 ) -> list[Leftover]:
-    """Find what is on `device` but in no group that may be there, largest first, from `from_bytes` on.
+    """Find what is on `device` but in none of the `expected` groups, largest first, from `from_bytes` on.
 
     Walks all Python objects, which takes tenths of a second; use it if numbers do not add up.
-
-    Args:
-        records: Storages by group.
-        expected: Groups that may be on the device now.
-        device: Device to search.
-        from_bytes: Smaller sums are left out.
     """
     sizes: dict[str, int] = defaultdict(int)
     known: set[int] = set()
@@ -79,11 +73,9 @@ def find_leftovers(
 
 
 def find_kept_blocks(segments: Iterable[Mapping[str, Any]], from_bytes: int = KEPT_FROM_BYTES) -> list[Leftover]:
-    """Find cached memory that cannot go back to the driver, because something small lives in the same block.
+    """Find cached memory, from `from_bytes` on, that cannot go back to the driver since a block is partly in use.
 
-    Args:
-        segments: Segments of one device, as `torch.cuda.memory_snapshot` lists them.
-        from_bytes: Blocks with less free memory are left out.
+    `segments` are those of one device, as `torch.cuda.memory_snapshot` lists them.
     """
     found: list[Leftover] = []
     for segment in segments:
