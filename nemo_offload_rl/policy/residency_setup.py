@@ -9,13 +9,8 @@ import torch
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.worker import PolicySettings
-from nemo_offload_rl.memory.host_plan import (
-    HostNeed,
-    claim_host_memory,
-    gpu_limit_problem,
-    host_need,
-    left_by_engine_bytes,
-)
+from nemo_offload_rl.memory.host_check import claim_host_memory
+from nemo_offload_rl.memory.host_plan import HostNeed, gpu_limit_problem, host_need, left_by_engine_bytes
 from nemo_offload_rl.policy.teacher import Teacher
 from nemo_offload_rl.protocols.backend import ExpectedBytes, PolicyBackend, ProcessInfo
 from nemo_offload_rl.residency import (

@@ -8,7 +8,8 @@ from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.master import RolloutMasterConfig, Rule
 from nemo_offload_rl.keys.megatron import MegatronConfig
 from nemo_offload_rl.memory.account import Account, PhaseUse
-from nemo_offload_rl.memory.host_plan import foresee_host_memory, gpu_limit_problem, refusal
+from nemo_offload_rl.memory.host_check import foresee_host_memory, refusal
+from nemo_offload_rl.memory.host_plan import gpu_limit_problem
 from nemo_offload_rl.policy.communicators import nccl_problem, placement_problem
 from nemo_offload_rl.residency import GRADS, OPTIMIZER, PARAMS, Phase
 

@@ -9,14 +9,8 @@ from hypothesis import strategies as st
 from policy_cases import make_settings, torch_optimizer
 
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.memory.host_plan import (
-    HostNeed,
-    _changes,
-    claim_host_memory,
-    host_bytes_by_owner,
-    render_host_plan,
-    resident_groups,
-)
+from nemo_offload_rl.memory.host_check import _changes, claim_host_memory
+from nemo_offload_rl.memory.host_plan import HostNeed, host_bytes_by_owner, render_host_plan, resident_groups
 from nemo_offload_rl.protocols.backend import ExpectedBytes
 from nemo_offload_rl.residency import (
     GRADS_PART,
