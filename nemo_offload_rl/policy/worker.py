@@ -283,7 +283,7 @@ class PolicyWorker:
         return in_rows_of(batch, plan, found)
 
     def get_reference_logprobs(self, batch: TokenBatch, counted_only: bool = False) -> Tensor:
-        """Compute logprobs under the frozen initial parameters, swapped in meanwhile, over the whole vocabulary."""
+        """Compute logprobs under the frozen initial parameters, swapped in for this, over the whole vocabulary."""
         self._require("get_reference_logprobs", Phase.LP_INFERENCE, Phase.TRAINING)
         batch = logprob_inputs(batch, counted_only=counted_only)
         plan, micro_batches = self._micro_batches(batch, is_training=False, size=self._settings.logprob_batch_size)

@@ -89,7 +89,7 @@ class GroupState:
     def arrive(
         self, records: Mapping[int, StorageRecord], report: TransitionReport, source: FrozenCopy | None = None
     ) -> None:
-        """Bring the group from its host copy, or make it anew if it was freed.
+        """Bring the group from its host copy, or make it again if it was freed.
 
         Args:
             records: The group's storages.

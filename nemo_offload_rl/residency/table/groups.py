@@ -69,7 +69,7 @@ def _ignore(layer: nn.Module) -> None:
 
 
 class GradsGroup(StateGroup):
-    """Gradients that autograd allocates: freeing sets `grad` to None, and the next backward makes them anew."""
+    """Gradients that autograd allocates: freeing sets `grad` to None, and the next backward pass makes them again."""
 
     def __init__(self, parameters: Callable[[], Iterable[tuple[str, nn.Parameter]]], name: str = "grads") -> None:
         super().__init__(name)

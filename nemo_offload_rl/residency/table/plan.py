@@ -36,7 +36,7 @@ class Placement(StrEnum):
 
     DEVICE = "device"
     HOST = "host"
-    FREED = "freed"  # contents dropped; they are made anew when needed (gradients)
+    FREED = "freed"  # contents dropped; they are made again when needed (gradients)
     UNCHANGED = "as it was"
 
 
