@@ -29,9 +29,9 @@ SMALL_LINES = 60
 LIMITS = {
     "imports upward": 0,
     "circles of modules": 0,
-    "modules": 312,
-    "lines": 52032,
-    "modules under 60 lines with one importer": 1,
+    "modules": 306,
+    "lines": 51769,
+    "modules under 60 lines with one importer": 0,
 }
 
 # The same of a run: `ways.py` records what these are measured by.
