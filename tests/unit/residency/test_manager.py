@@ -140,7 +140,7 @@ def test_a_failure_that_cannot_be_undone_makes_the_manager_refuse(monkeypatch):
         training.manager.enter(Phase.TRAINING)
     with pytest.raises(ResidencyError, match=r"set to fail.*could not be undone.*the device is gone"):
         training.manager.enter(Phase.LP_INFERENCE)
-    with pytest.raises(ResidencyError, match="for a checkpoint"), training.manager.checkpoint_view():
+    with pytest.raises(ResidencyError, match="a checkpoint's state"), training.manager.checkpoint_view():
         pytest.fail("lost state was shown to a checkpoint")
 
 
