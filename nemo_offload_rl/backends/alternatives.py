@@ -34,4 +34,4 @@ def advice(config: Mapping[str, Any], backend: str, *, has_gpus: bool = True) ->
     section = other_backend(config, backend, has_gpus=has_gpus)
     if section is None:
         return "use another model (docs/reference/models.md)"
-    return f"use {section}, which trains it, or another model"
+    return f"use {section}, which trains this model, or another model"

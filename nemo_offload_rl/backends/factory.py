@@ -11,8 +11,8 @@ from nemo_offload_rl.backends.alternatives import advice, other_backend
 from nemo_offload_rl.backends.dtensor.supported import declared_plan, split_problem
 from nemo_offload_rl.backends.dtensor.supported import unsupported as unsupported_by_dtensor
 from nemo_offload_rl.backends.hf.model_folder import check_model_folder, read_model_config
-from nemo_offload_rl.backends.megatron.engine import check_engine, load_engine
 from nemo_offload_rl.backends.megatron.supported import unsupported as unsupported_by_megatron
+from nemo_offload_rl.backends.megatron.upstream.imports import check_engine, load_engine
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.megatron import MegatronConfig
 from nemo_offload_rl.keys.worker import PolicySettings
@@ -55,7 +55,7 @@ def check_model(settings: PolicySettings) -> None:
     if in_megatron and not config.get("architectures"):
         other = other_backend(config, MEGATRON)
         raise ConfigError(
-            f"config.json of {settings.model_name} has no architectures, by which Megatron-Bridge knows it; "
+            f"config.json of {settings.model_name} has no architectures, but Megatron-Bridge needs it; "
             f"add the name of the model's class{'' if other is None else f', or use {other}'}"
         )
     tp_size = settings.dtensor_cfg.tensor_parallel_size
@@ -78,11 +78,8 @@ def _as_loaded(settings: PolicySettings) -> Any:
 def import_backend(settings: PolicySettings, **others: Any) -> None:
     """Import the backend's libraries, which takes many seconds from a cold disk.
 
-    Takes no memory of a device, except the context that Transformer Engine may make.
-
-    Args:
-        settings: The policy.
-        others: Other arguments of a worker; ignored.
+    Takes no memory of a device, except the context that Transformer Engine may make. Other arguments of a worker are
+    ignored.
     """
     if isinstance(settings.backend, MegatronConfig):
         load_engine(settings)
@@ -119,7 +116,7 @@ def build_teacher(settings: PolicySettings, process: ProcessInfo, *, streams_lay
     if isinstance(settings.backend, MegatronConfig):
         if streams_layers:
             raise ConfigError("teacher.stream_layers is true, but only the DTensor backend has it; set it to false")
-        from nemo_offload_rl.backends.megatron.frozen import FrozenMegatron
+        from nemo_offload_rl.backends.megatron.teacher import FrozenMegatron
 
         return FrozenMegatron(settings, settings.backend, process)
     from nemo_offload_rl.backends.dtensor.teacher import FrozenDTensor

@@ -1,9 +1,9 @@
-"""The process group of a backend, and sums over its data-parallel ranks."""
+"""The process group of a backend, sums over its ranks, and collectives with gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nemo_offload_rl.errors import UserError
 from nemo_offload_rl.protocols.backend import ProcessInfo
 
 _NO_LIMIT = timedelta(days=365)
@@ -76,6 +77,25 @@ def max_over_ranks(value: int, group: dist.ProcessGroup, device: torch.device) -
     return int(largest)
 
 
+@contextmanager
+def failing_together(kind: type[UserError]) -> Iterator[None]:
+    """Raise one rank's `kind` of error on every rank; a collective at the end of the context.
+
+    A rank that failed raises its own error, the others that of the first rank that failed.
+    """
+    failure: UserError | None = None
+    try:
+        yield
+    except kind as error:
+        failure = error
+    texts: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, None if failure is None else str(failure))
+    if failure is not None:
+        raise failure
+    if (first := next((text for text in texts if text is not None), None)) is not None:
+        raise kind(first)
+
+
 class Totals:
     """Sums loss and metrics of one step's micro-batches; reads nothing from the device until `reduce`."""
 
@@ -108,3 +128,41 @@ class Totals:
                 all_reduce(packed, op, group)
                 reduced |= dict(zip(names, packed.tolist(), strict=True))
         return reduced.pop("loss"), reduced
+
+
+def sum_over(value: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All-reduce sum; backward returns the gradient unchanged, since every rank uses the same result."""
+    return _Sum.apply(value, group)  # type: ignore[no-any-return]
+
+
+def gathered(value: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All-gather tensors of equal shape to [ranks, ...]; backward sums all ranks' gradients of each tensor."""
+    return _Gather.apply(value, group)  # type: ignore[no-any-return]
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = value.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return grad_outputs[0], None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        found = value.new_empty(group.size() * len(value), *value.shape[1:])  # the only form that gloo supports
+        dist.all_gather_into_tensor(found, value.contiguous(), group=group)
+        return found.unflatten(0, (group.size(), len(value)))
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        grad = grad_outputs[0].contiguous()
+        mine = grad.new_empty(grad.shape[1:])
+        dist.reduce_scatter_tensor(mine, grad.flatten(0, 1), group=ctx.group)
+        return mine, None

@@ -15,8 +15,7 @@ import torch
 
 from nemo_offload_rl.backends.dtensor import torch_optim
 from nemo_offload_rl.backends.dtensor.activation_offload import host_bytes_at_most
-from nemo_offload_rl.backends.hf.local_config import local_model_config
-from nemo_offload_rl.backends.hf.model_folder import local_folder
+from nemo_offload_rl.backends.hf.model_folder import local_folder, local_model_config
 from nemo_offload_rl.backends.megatron import optimizer_spec
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.master import (

@@ -8,7 +8,7 @@ import warnings
 
 from forked import fork_processes_of_vllm
 
-from nemo_offload_rl.backends.megatron.upstream.bridge_import import import_auto_bridge
+from nemo_offload_rl.backends.megatron.upstream.imports import import_auto_bridge
 
 MODULES = (
     "torch.distributed.checkpoint",

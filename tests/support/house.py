@@ -29,8 +29,8 @@ SMALL_LINES = 60
 LIMITS = {
     "imports upward": 0,
     "circles of modules": 0,
-    "modules": 306,
-    "lines": 51769,
+    "modules": 294,
+    "lines": 51509,
     "modules under 60 lines with one importer": 0,
 }
 

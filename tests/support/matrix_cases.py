@@ -36,8 +36,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from nemo_offload_rl.backends.dtensor.supported import context_problem, declared_plan, split_problem
-from nemo_offload_rl.backends.hf.hub_names import HubNames
-from nemo_offload_rl.backends.megatron.supported import unsplit_layers
+from nemo_offload_rl.backends.hf.weight_files import HubNames
+from nemo_offload_rl.backends.megatron.supported import tensor_parallel_problem
 from nemo_offload_rl.data.batch import TokenBatch
 from nemo_offload_rl.distributed.local import LocalWorkerGroup
 from nemo_offload_rl.keys.generation import SamplingSettings
@@ -104,7 +104,7 @@ class Row:
         """Settings that two ranks share a model by; keys are the page's words."""
         config = family_config(self.name).to_dict()
         ways: dict[str, dict[str, Any]] = {DATA_PARALLELISM: {}}
-        is_split = config["vocab_size"] % 2 == 0 and unsplit_layers(config, 2, is_local=True) is None
+        is_split = config["vocab_size"] % 2 == 0 and tensor_parallel_problem(config, 2, is_local=True) is None
         if self.backend == MEGATRON and is_split:
             ways[SP] = {"tensor_parallel_size": 2, "sequence_parallel": True}
             # Experts beside tensor parallelism need sequence parallelism; here they are dealt out to the same ranks.

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 from torch.overrides import TorchFunctionMode
 
-from nemo_offload_rl.backends.megatron.upstream.bridge_import import import_auto_bridge
+from nemo_offload_rl.backends.megatron.upstream.imports import import_auto_bridge
 from nemo_offload_rl.utils.garbage import freeze_objects
 
 CPU = torch.device("cpu")

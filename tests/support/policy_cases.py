@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from nemo_offload_rl.backends.dtensor.optim import global_grad_norm
+from nemo_offload_rl.backends.saving.contents import FlatRange
 from nemo_offload_rl.backends.saving.dcp import state_tensors
-from nemo_offload_rl.backends.saving.flat_range import FlatRange
 from nemo_offload_rl.data.batch import LossNorm, TrainBatch
 from nemo_offload_rl.keys.data import TokenizerConfig
 from nemo_offload_rl.keys.dtensor import DTensorConfig, DTensorLoraConfig

@@ -34,7 +34,7 @@ from token_stat_cases import hf_token_stats, with_predicted_tokens
 from torch import Tensor
 
 from nemo_offload_rl.backends.factory import expected_bytes
-from nemo_offload_rl.backends.hf.hub_names import HubNames
+from nemo_offload_rl.backends.hf.weight_files import HubNames
 from nemo_offload_rl.data.batch import TrainBatch
 from nemo_offload_rl.protocols.loss import TokenStat
 

@@ -17,19 +17,19 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from nemo_offload_rl.backends.dtensor import checkpoint, optim, torch_optim
+from nemo_offload_rl.backends.dtensor import checkpoint, optim, parallel, torch_optim
 from nemo_offload_rl.backends.dtensor.activation_offload import (
     ActivationOffloading,
     host_bytes_at_most,
 )
 from nemo_offload_rl.backends.dtensor.built import BuiltModel
-from nemo_offload_rl.backends.dtensor.host_held.layerwise import LayerwisePasses
-from nemo_offload_rl.backends.dtensor.learning_rate import Schedule
+from nemo_offload_rl.backends.dtensor.layerwise import LayerwisePasses
 from nemo_offload_rl.backends.dtensor.rules import POLICY_RULES, one_worker_problem
 from nemo_offload_rl.backends.dtensor.sizes import optimizer_row_bytes, part_row_bytes
+from nemo_offload_rl.backends.dtensor.torch_optim import Schedule
 from nemo_offload_rl.backends.hf.export import export_hf_folder
-from nemo_offload_rl.backends.hf.hub_names import HubNames
 from nemo_offload_rl.backends.hf.model_folder import check_model_folder
+from nemo_offload_rl.backends.hf.weight_files import HubNames
 from nemo_offload_rl.backends.optimizer_parts import NamedTensors
 from nemo_offload_rl.backends.ranks import Totals, join_process_group, max_over_ranks, sum_over_ranks
 from nemo_offload_rl.backends.saving import dcp
@@ -316,7 +316,7 @@ class DTensorBackend:
         """Do nothing: passes of this backend leave nothing on the device."""
 
     def weight_specs(self) -> list[WeightSpec]:
-        """Return names, shapes and types of `named_weights`, without touching data."""
+        """Return names and shapes of `named_weights`, with the types in which they are sent and exported."""
         shapes = [(name, tuple(param.shape)) for name, param in self._parameters]
         if self._lora is not None:
             shapes = self._lora.shapes()
@@ -340,7 +340,7 @@ class DTensorBackend:
         for index, named in groupby(self._parameters, lambda it: part_of.get(it[1])):
             with nullcontext() if self._passing is None or index is None else self._passing.on_device(index):
                 for name, parameter in named:
-                    yield name, checkpoint.full_tensor(parameter, parameter.dtype if index is not None else dtype)
+                    yield name, parallel.full_tensor(parameter, parameter.dtype if index is not None else dtype)
 
     def stage_save(self, folder: Path, reader: StateReader) -> StagedSave:
         """Begin to save model, optimizer, schedule and random state."""

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from nemo_offload_rl.backends.dtensor import parallel
-from nemo_offload_rl.backends.dtensor.attention import choose_attention
-from nemo_offload_rl.backends.dtensor.context_parallel import share_rows
+from nemo_offload_rl.backends.dtensor.attention import choose_attention, share_rows
 from nemo_offload_rl.backends.dtensor.experts import divide_experts, expert_modules
-from nemo_offload_rl.backends.dtensor.layout import ModelRows, packed_rows, padded_rows, shared_rows
 from nemo_offload_rl.backends.dtensor.loading import (
     build_causal_lm,
     find_weights,
@@ -22,7 +20,15 @@ from nemo_offload_rl.backends.dtensor.loading import (
     weight_buffers,
 )
 from nemo_offload_rl.backends.dtensor.lora import LoraWeights, add_adapters
-from nemo_offload_rl.backends.dtensor.model import LogprobModel, compile_layers, decoder_layers
+from nemo_offload_rl.backends.dtensor.model import (
+    LogprobModel,
+    ModelRows,
+    compile_layers,
+    decoder_layers,
+    packed_rows,
+    padded_rows,
+    shared_rows,
+)
 from nemo_offload_rl.backends.dtensor.tensor_parallel import apply_tensor_parallel
 from nemo_offload_rl.backends.hf.export import load_config
 from nemo_offload_rl.data.batch import TokenBatch

@@ -8,19 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from nemo_offload_rl.backends.dtensor.learning_rate import Schedule
+from nemo_offload_rl.backends.dtensor.torch_optim import Schedule
 from nemo_offload_rl.backends.optimizer_parts import OptimizerParts
-from nemo_offload_rl.backends.saving import dcp
+from nemo_offload_rl.backends.saving import contents
 from nemo_offload_rl.protocols.optimizer import make_states
-from nemo_offload_rl.residency import local_tensor
 
 
 @dataclass(frozen=True)
 class DTensorState:
-    """A `dcp.TrainingState`; the checkpoint's tensors are whole, so it can be read with another sharding.
+    """A `contents.TrainingState`; the checkpoint's tensors are whole, so it can be read with another sharding.
 
     Attributes:
         parameters: All parameters, by Hugging Face name.
@@ -48,12 +46,12 @@ class DTensorState:
 
     def model_tensors(self) -> dict[str, Tensor]:
         """Return parameters by their names in the checkpoint."""
-        return {f"{dcp.MODEL}{name}": parameter.detach() for name, parameter in self.parameters}
+        return {f"{contents.MODEL}{name}": parameter.detach() for name, parameter in self.parameters}
 
     def model_tensors_with(self, group: str) -> dict[str, Tensor]:
         """Return the parameters that are on the device with one group; the first group has all that are in no part."""
-        mine = {f"{dcp.MODEL}{name}" for name, _ in self.model_parts.get(group, ())}
-        others = {f"{dcp.MODEL}{name}" for part in self.model_parts.values() for name, _ in part}
+        mine = {f"{contents.MODEL}{name}" for name, _ in self.model_parts.get(group, ())}
+        others = {f"{contents.MODEL}{name}" for part in self.model_parts.values() for name, _ in part}
         is_first = group == self.groups[0]
         return {
             name: it for name, it in self.model_tensors().items() if name in mine or (is_first and name not in others)
@@ -63,7 +61,7 @@ class DTensorState:
         """Return the states of one group by their names in the checkpoint."""
         state = self.optimizer.state
         return {
-            f"{dcp.OPTIMIZER}{name}/{key}": value
+            f"{contents.OPTIMIZER}{name}/{key}": value
             for name, parameter in self.parts.members[group]
             # Not `state[parameter]`: that would make an entry.
             for key, value in (state[parameter].items() if parameter in state else ())
@@ -85,23 +83,14 @@ class DTensorState:
         wanted = [
             parameter
             for name, parameter in self.parts.members[group]
-            if dcp.OPTIMIZER + name in saved and not state.get(parameter)
+            if contents.OPTIMIZER + name in saved and not state.get(parameter)
         ]
         make_states(self.optimizer, wanted)
 
     def rng_state(self) -> dict[str, Tensor]:
         """Return this rank's random states."""
-        return dcp.torch_rng_state(self.device)
+        return contents.torch_rng_state(self.device)
 
     def set_rng_state(self, states: Mapping[str, Tensor]) -> None:
         """Restore a result of `rng_state`."""
-        dcp.set_torch_rng_state(states, self.device)
-
-
-def full_tensor(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the whole tensor, cast to `dtype` before the gather to move fewer bytes; a collective for a DTensor."""
-    if isinstance(parameter, DTensor) and parameter.device_mesh.size() == 1:
-        # The local tensor is whole; this skips DTensor's overhead for each of hundreds of tensors.
-        parameter = local_tensor(parameter)
-    value = parameter.detach().to(dtype)
-    return value.full_tensor() if isinstance(value, DTensor) else value
+        contents.set_torch_rng_state(states, self.device)

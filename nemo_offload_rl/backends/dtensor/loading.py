@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor
@@ -17,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from nemo_offload_rl.backends.dtensor.experts import use_grouped_experts
 from nemo_offload_rl.backends.dtensor.model import decoder_layers
-from nemo_offload_rl.backends.hf.hub_names import HubNames, Piece
-from nemo_offload_rl.backends.hf.weight_files import COMPUTED, WeightFiles, check_same_tensors
+from nemo_offload_rl.backends.hf.weight_files import COMPUTED, HubNames, Piece, WeightFiles, check_same_tensors
+from nemo_offload_rl.backends.ranks import failing_together
 from nemo_offload_rl.errors import UserError
 from nemo_offload_rl.models.families import dropout_rates, has_plain_rope_in_windows
 from nemo_offload_rl.residency import local_tensor
@@ -188,18 +187,10 @@ def read_weights(parameters: Iterable[tuple[str, Tensor]], sources: WeightSource
     Raises:
         UserError: A file cannot be read, or tied weights differ in the files.
     """
-    problem = None
-    try:
+    with failing_together(UserError):
         for name, parameter in parameters:
             with sources.files.held_open():
                 _read(name, parameter, sources)
-    except UserError as error:
-        problem = str(error)
-    problems: list[str | None] = [problem] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    told = next((text for text in problems if text is not None), None)
-    if told is not None:
-        raise UserError(told)
 
 
 @torch.no_grad()
@@ -227,7 +218,6 @@ def _read(name: str, parameter: Tensor, sources: WeightSources) -> None:
         where = [begin - offset for begin, offset in zip(begins, chunk.offsets, strict=True)]
         part = local[tuple(slice(begin, begin + size) for begin, size in zip(where, sizes, strict=True))]
         part.copy_(read(piece, inside, sizes).view(part.shape))
-        repeat = sources.repeats.get(name)
         if repeat is not None and not torch.equal(
             part, read(replace(piece, name=repeat), inside, sizes).to(part.dtype)
         ):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from nemo_offload_rl.backends.dtensor.checkpoint import full_tensor
+from nemo_offload_rl.backends.dtensor.parallel import full_tensor
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.dtensor import DTensorLoraConfig
 
@@ -57,10 +57,6 @@ def add_adapters(causal_lm: Any, settings: DTensorLoraConfig, seed: int) -> None
 
 def check_adapters(config: Any, settings: DTensorLoraConfig) -> None:
     """Make the checks of `add_adapters` without weights.
-
-    Args:
-        config: The model's Hugging Face config.
-        settings: `enabled` is true.
 
     Raises:
         ConfigError: As `add_adapters`.
@@ -120,8 +116,9 @@ def _check_targets(causal_lm: nn.Module, targets: Sequence[str]) -> None:
     if unknown:
         known = sorted({layer.rpartition(".")[2] for layer in layers})
         raise ConfigError(
-            f"policy.dtensor_cfg.lora_cfg.target_modules has {', '.join(unknown)}, and no linear layer of the model is "
-            f"called so (stacked experts are none, and get no adapters); use some of {', '.join(known)}"
+            f"policy.dtensor_cfg.lora_cfg.target_modules has {', '.join(unknown)}, but no linear layer of the model "
+            f"has that name (stacked experts are not linear layers, and get no adapters); use some of "
+            f"{', '.join(known)}"
         )
 
 

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _cast_fp_tensor
@@ -34,6 +34,7 @@ from nemo_offload_rl.backends.dtensor.supported import (
 )
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.dtensor import DTensorConfig
+from nemo_offload_rl.residency import local_tensor
 
 DP, CP, TP = "dp", "cp", "tp"
 DP_SHARD, EP = "dp_shard", "ep"
@@ -85,12 +86,6 @@ def build_meshes(
 
 def check_model(config: Any, settings: DTensorConfig, longest: int, num_workers: int) -> None:
     """Refuse a model that the backend does not train, or that the parallel sizes cannot split.
-
-    Args:
-        config: The Hugging Face config.
-        settings: The settings with the parallel sizes.
-        longest: Most tokens of a row.
-        num_workers: Number of all ranks.
 
     Raises:
         ConfigError: Names the part of the config, or the size and the key to change.
@@ -249,3 +244,12 @@ def add_gradients(unit: FSDPModule) -> None:
             sharded.grad = parameter.to_sharded_dtensor(piece)
         else:
             cast(DTensor, sharded.grad)._local_tensor.add_(grad)
+
+
+def full_tensor(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the whole tensor, cast to `dtype` before the gather to move fewer bytes; a collective for a DTensor."""
+    if isinstance(parameter, DTensor) and parameter.device_mesh.size() == 1:
+        # The local tensor is whole; this skips DTensor's overhead for each of hundreds of tensors.
+        parameter = local_tensor(parameter)
+    value = parameter.detach().to(dtype)
+    return value.full_tensor() if isinstance(value, DTensor) else value

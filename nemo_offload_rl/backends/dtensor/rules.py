@@ -17,7 +17,7 @@ from nemo_offload_rl.backends.dtensor.supported import (
     split_problem,
     unsupported,
 )
-from nemo_offload_rl.backends.hf.local_config import local_model_config
+from nemo_offload_rl.backends.hf.model_folder import local_model_config
 from nemo_offload_rl.keys.dtensor import DTensorConfig
 from nemo_offload_rl.keys.master import PolicyRun, Rule
 from nemo_offload_rl.keys.policy import TrainedPolicyConfig
@@ -25,13 +25,13 @@ from nemo_offload_rl.models.families import DTENSOR, dropout_rates
 
 
 def inputs_of_recomputed_layers_are_offloaded(policy: TrainedPolicyConfig) -> str | None:
-    """DTensor's `activation_offload` needs `activation_checkpointing` and layers that are not split over devices."""
+    """DTensor's `activation_offload` needs `activation_checkpointing`, and excludes tensor and context parallelism."""
     dtensor, key = policy.dtensor_cfg, "policy.dtensor_cfg.activation_offload"
     if not dtensor.activation_offload:
         return None
     if name := _split_by(dtensor):
         return (
-            f"{key} is true and {name} {getattr(dtensor, name)}, but activations of split layers are not offloaded; "
+            f"{key} is true and {name} is {getattr(dtensor, name)}, but activations of split layers are not offloaded; "
             f"set activation_offload to false, or {name} to 1"
         )
     if not dtensor.activation_checkpointing:
@@ -41,8 +41,8 @@ def inputs_of_recomputed_layers_are_offloaded(policy: TrainedPolicyConfig) -> st
         )
     if dtensor.activation_offload_fraction != 1.0:
         return (
-            f"{key}_fraction is {dtensor.activation_offload_fraction}, but inputs of all layers are offloaded as far "
-            "as they fit; set it to 1.0, and activation_offload_host_limit_gib to what they may take"
+            f"{key}_fraction is {dtensor.activation_offload_fraction}, but the inputs of all layers are offloaded as "
+            "far as they fit; set it to 1.0, and limit their host memory by activation_offload_host_limit_gib"
         )
     return None
 
@@ -54,61 +54,61 @@ def _split_by(dtensor: DTensorConfig) -> str | None:
 
 
 def compiled_layers_are_whole(policy: TrainedPolicyConfig) -> str | None:
-    """Compiled layers are not split, nor their rows."""
+    """DTensor's `torch_compile` excludes tensor and context parallelism."""
     if policy.dtensor_cfg.torch_compile and (name := _split_by(policy.dtensor_cfg)):
         return (
-            f"policy.dtensor_cfg.torch_compile is true, but layers that {name} splits are not compiled; set "
-            "torch_compile to false"
+            f"policy.dtensor_cfg.torch_compile is true, but layers that {name} splits cannot be compiled; set "
+            f"torch_compile to false, or {name} to 1"
         )
     return None
 
 
 def shared_rows_are_not_packed(policy: TrainedPolicyConfig) -> str | None:
-    """Context parallelism excludes packed rows; micro-batches by tokens are `policy.dynamic_batching` then."""
+    """DTensor's context parallelism excludes packed rows; `policy.dynamic_batching` works with it."""
     if policy.dtensor_cfg.context_parallel_size != 1 and policy.sequence_packing.enabled:
         return (
             f"policy.dtensor_cfg.context_parallel_size is {policy.dtensor_cfg.context_parallel_size} and "
             "policy.sequence_packing.enabled is true, but rows that devices share are not packed; use "
-            "policy.dynamic_batching in its place"
+            "policy.dynamic_batching instead"
         )
     return None
 
 
 def shared_rows_exclude_divided_experts(policy: TrainedPolicyConfig) -> str | None:
-    """Context parallelism excludes expert parallelism."""
+    """DTensor's context parallelism excludes expert parallelism."""
     dtensor = policy.dtensor_cfg
     if dtensor.context_parallel_size != 1 and dtensor.expert_parallel_size != 1:
         return (
             f"policy.dtensor_cfg.context_parallel_size is {dtensor.context_parallel_size} and expert_parallel_size is "
-            f"{dtensor.expert_parallel_size}, but both together are not available; set one of them to 1"
+            f"{dtensor.expert_parallel_size}, but they do not work together; set one of them to 1"
         )
     return None
 
 
 def sequence_parallel_needs_tensor_parallel(policy: TrainedPolicyConfig) -> str | None:
-    """Sequence parallelism needs tensor parallelism."""
+    """DTensor's `sequence_parallel` needs tensor parallelism."""
     if policy.dtensor_cfg.sequence_parallel and policy.dtensor_cfg.tensor_parallel_size == 1:
         return (
-            "policy.dtensor_cfg.sequence_parallel is true, but it splits along the tensor-parallel devices and "
-            "tensor_parallel_size is 1; set one of them otherwise"
+            "policy.dtensor_cfg.sequence_parallel is true, but it splits rows among tensor-parallel devices and "
+            "tensor_parallel_size is 1; set sequence_parallel to false, or the size above 1"
         )
     return None
 
 
 def adapters_need_whole_layers(policy: TrainedPolicyConfig) -> str | None:
-    """Low-rank adapters need layers that are not split over devices."""
+    """DTensor's low-rank adapters exclude tensor parallelism."""
     dtensor = policy.dtensor_cfg
     if dtensor.lora_cfg.enabled and dtensor.tensor_parallel_size != 1:
         return (
             f"policy.dtensor_cfg.lora_cfg.enabled is true and tensor_parallel_size is "
-            f"{dtensor.tensor_parallel_size}, but adapters of layers that are split over devices are not available; "
+            f"{dtensor.tensor_parallel_size}, but layers that are split over devices get no adapters; "
             "set tensor_parallel_size to 1"
         )
     return None
 
 
 def adapters_have_their_layers(policy: TrainedPolicyConfig) -> str | None:
-    """Low-rank adapters have target layers: those named, or all."""
+    """DTensor's low-rank adapters have `target_modules` or `match_all_linear`, not both."""
     lora = policy.dtensor_cfg.lora_cfg
     if lora.enabled and not lora.match_all_linear and not lora.target_modules:
         return (
@@ -127,8 +127,8 @@ def host_held_training_recomputes_layers(policy: TrainedPolicyConfig) -> str | N
     """`cpu_offload` needs `activation_checkpointing`."""
     if policy.dtensor_cfg.cpu_offload and not policy.dtensor_cfg.activation_checkpointing:
         return (
-            "policy.dtensor_cfg.cpu_offload is true and activation_checkpointing is false, but a layer that passes "
-            "through the device is computed again when it comes back; set activation_checkpointing to true"
+            "policy.dtensor_cfg.cpu_offload is true and activation_checkpointing is false, but a layer that comes "
+            "back for its backward pass is computed again; set activation_checkpointing to true"
         )
     return None
 
@@ -137,14 +137,14 @@ def host_held_training_is_of_all_weights(policy: TrainedPolicyConfig) -> str | N
     """`cpu_offload` excludes low-rank adapters."""
     if policy.dtensor_cfg.cpu_offload and policy.dtensor_cfg.lora_cfg.enabled:
         return (
-            "policy.dtensor_cfg.cpu_offload and lora_cfg.enabled are both true, but a frozen model under adapters does "
-            "not pass through the device part by part yet; set one of them to false"
+            "policy.dtensor_cfg.cpu_offload and lora_cfg.enabled are both true, but a frozen model with adapters "
+            "cannot pass through the device part by part; set one of them to false"
         )
     return None
 
 
 def host_held_training_excludes_offload_keys(policy: TrainedPolicyConfig) -> str | None:
-    """`cpu_offload` excludes the keys that move the optimizer alone."""
+    """`cpu_offload` excludes the keys that offload only the optimizer."""
     others = {
         "policy.offload_optimizer_states_for_logprob": policy.offload_optimizer_states_for_logprob,
         "policy.dtensor_cfg.offload_optimizer_states": policy.dtensor_cfg.offload_optimizer_states,
@@ -152,14 +152,14 @@ def host_held_training_excludes_offload_keys(policy: TrainedPolicyConfig) -> str
     for key, is_set in others.items():
         if policy.dtensor_cfg.cpu_offload and is_set:
             return (
-                f"policy.dtensor_cfg.cpu_offload and {key} are both true, but the first keeps the optimizer on the "
-                "host outside of its step already; set one of them to false"
+                f"policy.dtensor_cfg.cpu_offload and {key} are both true, but cpu_offload already keeps the "
+                "optimizer on the host outside of its step; set one of them to false"
             )
     return None
 
 
 def parallel_sizes_divide_the_world(cfg: PolicyRun) -> str | None:
-    """DTensor's parallel sizes divide the workers: tensor times context, and the expert size the data-parallel ones."""
+    """DTensor's tensor and context sizes, multiplied, divide the workers; its expert size, the data-parallel ones."""
     dtensor = cfg.policy.dtensor_cfg
     return sizes_problem(dtensor, cfg.cluster.world_size) if dtensor.enabled else None
 
@@ -171,19 +171,19 @@ def _trained_model(cfg: PolicyRun) -> Mapping[str, Any] | None:
 
 
 def rows_of_the_model_can_be_shared(cfg: PolicyRun) -> str | None:
-    """Context parallelism needs attention without soft-caps and sinks, and rotary frequencies that do not change."""
+    """DTensor's context parallelism excludes attention with soft-caps or sinks, and changing rotary frequencies."""
     model, size = _trained_model(cfg), cfg.policy.dtensor_cfg.context_parallel_size
     return None if model is None else context_problem(model, size, cfg.policy.max_total_sequence_length)
 
 
 def sequence_parallelism_splits_the_model(cfg: PolicyRun) -> str | None:
-    """Sequence parallelism needs a plan of the model that splits attention and MLPs, each with one split of rows."""
+    """DTensor's `sequence_parallel` needs a model whose attention and MLPs each end with one row-wise split."""
     model = _trained_model(cfg) if cfg.policy.dtensor_cfg.sequence_parallel else None
     return None if model is None else sequence_problem(model, declared_plan(model["model_type"]))
 
 
 def host_held_training_has_one_worker(cfg: PolicyRun) -> str | None:
-    """`cpu_offload` is for one policy worker."""
+    """`cpu_offload` needs a run with one policy worker."""
     return one_worker_problem(cfg.policy, cfg.cluster.world_size) if cfg.policy.dtensor_cfg.enabled else None
 
 
@@ -191,20 +191,20 @@ def one_worker_problem(policy: TrainedPolicyConfig, num_workers: int) -> str | N
     """Return why `num_workers` cannot keep their state on the host, and what to do; None if they can."""
     if policy.dtensor_cfg.cpu_offload and num_workers > 1:
         return (
-            f"policy.dtensor_cfg.cpu_offload is true, but there are {num_workers} policy workers and it is for one; "
-            "set it to false, where more devices share the state anyway, or use one device"
+            f"policy.dtensor_cfg.cpu_offload is true, but there are {num_workers} policy workers and it works with "
+            "one; set it to false, since several devices share the state anyway, or use one device"
         )
     return None
 
 
 def host_held_training_draws_nothing(cfg: PolicyRun) -> str | None:
-    """`cpu_offload` excludes dropout of the model."""
+    """`cpu_offload` excludes dropout."""
     model = _trained_model(cfg) if cfg.policy.dtensor_cfg.cpu_offload and cfg.policy.dropout else None
     return DROPS_AT_RANDOM if model is not None and dropout_rates(model) else None
 
 
 def dtensor_trains_the_model(cfg: PolicyRun) -> str | None:
-    """The DTensor backend trains the families of [Models](../models.md), from weights that are not quantized."""
+    """The DTensor backend trains the families of [Models](../models.md), unless their weights are quantized."""
     model = local_model_config(cfg)
     if not cfg.policy.dtensor_cfg.enabled or model is None or (reason := unsupported(model)) is None:
         return None
@@ -215,14 +215,14 @@ def dtensor_trains_the_model(cfg: PolicyRun) -> str | None:
 
 
 def tensor_parallelism_splits_the_model(cfg: PolicyRun) -> str | None:
-    """DTensor's tensor-parallel size divides heads, inner sizes and vocabulary, as the model's plan splits them."""
+    """DTensor's tensor-parallel size divides the model's heads, MLP channels and vocabulary."""
     size = cfg.policy.dtensor_cfg.tensor_parallel_size
     model = _trained_model(cfg) if size > 1 else None
     return None if model is None else split_problem(model, declared_plan(model["model_type"]), size)
 
 
 def experts_divide_over_devices(cfg: PolicyRun) -> str | None:
-    """DTensor's expert parallelism needs a model with experts that divide, and no tensor parallelism."""
+    """DTensor's expert parallelism needs a number of experts that it divides, and excludes tensor parallelism."""
     model, dtensor = _trained_model(cfg), cfg.policy.dtensor_cfg
     if model is None:
         return None

@@ -1,7 +1,7 @@
 """Checks of a model's config.json: the DTensor backend must be able to train it, split it and share its rows.
 
-Rules call them before Ray starts, and the backend again once it has the config. Only `declared_plan` imports
-`transformers`.
+Rules call them before Ray starts, and the backend again once it has the config. Everywhere `config` is the contents of
+a config.json, and `plan` the result of `declared_plan`, the only function that imports `transformers`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from nemo_offload_rl.models.shape import ModelShape
 _ALIGNED = 8  # 16-bit numbers in 16 bytes, the alignment that `torch.nn.functional.grouped_mm` needs for rows
 
 DROPS_AT_RANDOM = (
-    "policy.dtensor_cfg.cpu_offload is true, but the model drops at random in training, and layers are computed again "
-    "in another order; set policy.dropout to false"
+    "policy.dtensor_cfg.cpu_offload is true, but the model has dropout, and layers that are computed again "
+    "would drop other values; set policy.dropout to false"
 )
 
 # Styles of transformers 5.12.1's plans; `tensor_parallel.py` maps them to torch's.
@@ -54,16 +54,12 @@ _SPLIT_SIZES = {
 
 
 def unsupported(config: Mapping[str, Any]) -> str | None:
-    """Return the part of the config that is refused, and why; None if nothing is.
-
-    Args:
-        config: The contents of a config.json.
-    """
+    """Return the part of the config that is refused, and why; None if nothing is."""
     if (reason := unsupported_family(config, DTENSOR)) is not None:
         return reason
     architectures = config.get("architectures") or ()
     if architectures and not any(name.endswith("ForCausalLM") for name in architectures):
-        return f"architectures {', '.join(architectures)}, which is no causal language model"
+        return f"architectures {', '.join(architectures)}, none of which is a causal language model"
     return unsupported_settings(config, DTENSOR) or malformed_rope(config) or _uneven_experts(config)
 
 
@@ -74,7 +70,7 @@ def _uneven_experts(config: Mapping[str, Any]) -> str | None:
     inner = "moe_intermediate_size" if config.get("moe_intermediate_size") else "intermediate_size"
     for key in ("hidden_size", inner):
         if (size := config.get(key)) is not None and size % _ALIGNED:
-            return f"{key} {size}, and that backend's products of experts need multiples of {_ALIGNED}"
+            return f"{key} {size}, but that backend's products of experts need multiples of {_ALIGNED}"
     return None
 
 
@@ -105,20 +101,12 @@ def declared_plan(model_type: str) -> Mapping[str, str]:
 
 
 def split_problem(config: Mapping[str, Any], plan: Mapping[str, str], size: int) -> str | None:
-    """Return why a model cannot be split over `size` ranks, and what to do; None if it can.
-
-    Args:
-        config: The contents of a config.json.
-        plan: Result of `declared_plan`.
-        size: `policy.dtensor_cfg.tensor_parallel_size`.
-    """
+    """Return why a model cannot be split over `size` ranks, and what to do; None if it can."""
     key = f"policy.dtensor_cfg.tensor_parallel_size={size}"
     if size == 1:
         return None
     if ModelShape.of(config).num_experts:
-        return (
-            f"{key}, but it does not split models with experts; set it to 1 and divide experts by expert_parallel_size"
-        )
+        return f"{key}, but it does not split models with experts; set it to 1, and use expert_parallel_size"
     if not plan:
         return f"{key}, but transformers declares no tensor-parallel plan for {config['model_type']}; set it to 1"
     if config.get("use_qk_norm") and not any(pattern.endswith("q_norm") for pattern in plan):
@@ -143,7 +131,7 @@ def split_problem(config: Mapping[str, Any], plan: Mapping[str, str], size: int)
             )
         to_divide |= dict.fromkeys(names)
     for length, what in (sizes[name] for name in (*to_divide, _VOCAB)):
-        each = f"{what} of the model, of which each device takes the same number"
+        each = f"{what} of the model, and each device takes the same number"
         problem = division_problem(
             {"policy.dtensor_cfg.tensor_parallel_size": size}, length or 0, each, "use a divisor"
         )
@@ -156,10 +144,6 @@ def sequence_problem(config: Mapping[str, Any], plan: Mapping[str, str]) -> str 
     """Return why sequence parallelism cannot split a model, and what to do; None if it can.
 
     The sequence is gathered before attention and before the MLP, so each must end with its only row-wise split.
-
-    Args:
-        config: The contents of a config.json.
-        plan: Result of `declared_plan`.
     """
     rows_of: dict[str, int] = {}
     for pattern, style in plan.items():
@@ -169,20 +153,14 @@ def sequence_problem(config: Mapping[str, Any], plan: Mapping[str, str]) -> str 
         if number != 1 or not _PART_OF_A_LAYER.fullmatch(part):
             return (
                 f"policy.dtensor_cfg.sequence_parallel is true, but transformers' tensor-parallel plan for "
-                f"{config['model_type']} splits {part or 'the model'} in another way than attention and MLPs; set it "
-                "to false"
+                f"{config['model_type']} does not end {part or 'the model'} with one row-wise split, as it ends "
+                "attention and MLPs; set it to false"
             )
     return None
 
 
 def context_problem(config: Mapping[str, Any], size: int, longest: int) -> str | None:
-    """Return why ranks cannot share rows of a model, and what to do; None if they can.
-
-    Args:
-        config: The contents of a config.json.
-        size: `policy.dtensor_cfg.context_parallel_size`.
-        longest: `policy.max_total_sequence_length`.
-    """
+    """Return why ranks cannot share rows of a model, and what to do; None if they can."""
     key = f"policy.dtensor_cfg.context_parallel_size={size}"
     if size == 1:
         return None
@@ -192,7 +170,7 @@ def context_problem(config: Mapping[str, Any], size: int, longest: int) -> str |
     }.items():
         if has_it:
             return (
-                f"{key}, but the model ({config['model_type']}) {what}, which is not available where devices share "
+                f"{key}, but the model ({config['model_type']}) {what}, which does not work if devices share "
                 "rows; set it to 1"
             )
     if (kind := changing_rope_type(config, longest)) is None:
@@ -206,13 +184,7 @@ def context_problem(config: Mapping[str, Any], size: int, longest: int) -> str |
 
 
 def experts_problem(config: Mapping[str, Any], tensor_parallel_size: int, expert_parallel_size: int) -> str | None:
-    """Return why a model's experts cannot be divided over ranks, and what to do; None if they can.
-
-    Args:
-        config: The contents of a config.json.
-        tensor_parallel_size: `policy.dtensor_cfg.tensor_parallel_size`.
-        expert_parallel_size: `policy.dtensor_cfg.expert_parallel_size`.
-    """
+    """Return why a model's experts cannot be divided over ranks, and what to do; None if they can."""
     name, num_experts = "policy.dtensor_cfg.expert_parallel_size", ModelShape.of(config).num_experts
     key = f"{name}={expert_parallel_size}"
     if expert_parallel_size == 1:
@@ -220,7 +192,7 @@ def experts_problem(config: Mapping[str, Any], tensor_parallel_size: int, expert
     if not num_experts:
         return f"{key}, but the model ({config.get('model_type')}) has no experts; set it to 1"
     if tensor_parallel_size > 1:
-        return f"{key} with tensor_parallel_size={tensor_parallel_size} is not available; set one of them to 1"
-    what = "experts of the model, of which each device takes the same number"
+        return f"{key} and tensor_parallel_size={tensor_parallel_size} do not work together; set one of them to 1"
+    what = "experts of the model, and each device takes the same number"
     divisors = [str(size) for size in range(1, num_experts + 1) if num_experts % size == 0]
     return division_problem({name: expert_parallel_size}, num_experts, what, f"use one of {', '.join(divisors)}")

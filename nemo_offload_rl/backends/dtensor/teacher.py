@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nemo_offload_rl.backends.dtensor.built import BuiltModel
-from nemo_offload_rl.backends.dtensor.checkpoint import full_tensor
+from nemo_offload_rl.backends.dtensor.parallel import full_tensor
 from nemo_offload_rl.backends.hf.model_folder import check_model_folder
 from nemo_offload_rl.backends.ranks import max_over_ranks
 from nemo_offload_rl.data.batch import TokenBatch

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from nemo_offload_rl.backends.hf.hub_names import HubNames
 from nemo_offload_rl.backends.hf.model_folder import TOKENIZER_FILES, find_file
+from nemo_offload_rl.backends.hf.weight_files import HubNames
 from nemo_offload_rl.backends.saving.folders import written_whole
 from nemo_offload_rl.data.tokenizer import load_tokenizer, template_text
 from nemo_offload_rl.errors import UserError
@@ -45,15 +45,17 @@ def load_config(model_name: str, overrides: Mapping[str, Any]) -> Any:
         config = AutoConfig.from_pretrained(model_name)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())  # the model library's message has several lines
-        raise UserError(f"The config of policy.model_name={model_name} cannot be read: {reason}") from error
+        raise UserError(
+            f"The config of policy.model_name={model_name} cannot be read: {reason}; correct it, or use another model"
+        ) from error
     known = config.to_dict()
     for key, value in overrides.items():
         if key not in known or key == "model_type":
-            raise UserError(f"policy.hf_config_overrides.{key} is no key of the config of {model_name}; remove it.")
+            raise UserError(f"policy.hf_config_overrides.{key} is not a key of the config of {model_name}; remove it")
         setattr(config, key, value)
     if "rope_parameters" in overrides and not has_rotary_base(overrides["rope_parameters"]):
         raise UserError(
-            "policy.hf_config_overrides.rope_parameters replaces all of the model's, and has no rope_theta; add it "
+            "policy.hf_config_overrides.rope_parameters replaces all of the model's, but has no rope_theta; add it "
             f"({known['rope_parameters']['rope_theta']:g} in config.json)"
         )
     if (rope := with_published_factor(config.to_dict())) is not None:

@@ -12,6 +12,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
 from nemo_offload_rl.errors import UserError, first_line
+from nemo_offload_rl.keys.master import PolicyRun
 from nemo_offload_rl.models.shape import ModelShape
 
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
@@ -59,7 +60,7 @@ def find_file(model_name: str, file_name: str) -> Path | None:
         return None
     except (OSError, ValueError) as error:
         raise UserError(
-            f"policy.model_name={model_name} is no folder, and the model hub does not give {file_name} "
+            f"policy.model_name={model_name} is not a folder, and the model hub does not provide {file_name} "
             f"({first_line(error)}); check the name, or give the folder of a downloaded model"
         ) from error
 
@@ -78,21 +79,16 @@ def find_weight_files(model_name: str) -> list[Path]:
     try:
         names = sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is no index of weights ({error}); copy it again") from error
+        raise UserError(f"{path} is not an index of weights ({error}); copy it again") from error
     files = {name: find_file(model_name, name) for name in names}
     missing = [name for name, file in files.items() if file is None]
     if missing:
-        raise UserError(f"{path} names {len(missing)} files that are not there, first {missing[0]}; add them")
+        raise UserError(f"{path} names {len(missing)} missing files, first {missing[0]}; add them")
     return [file for file in files.values() if file is not None]
 
 
 def model_vocab_size(model_name: str, overrides: Mapping[str, Any]) -> int | None:
-    """Return the number of a model's embeddings; None if config.json leaves it to the model library's default.
-
-    Args:
-        model_name: As for `read_model_config`.
-        overrides: `policy.hf_config_overrides`.
-    """
+    """Return the number of a model's embeddings; None if config.json leaves it to the model library's default."""
     return ModelShape.of({**read_model_config(model_name), **overrides}).vocab_size
 
 
@@ -134,7 +130,7 @@ def check_model_folder(model_name: str) -> None:
         return
     folder = Path(model_name)
     if not folder.is_dir():
-        raise UserError(f"policy.model_name={model_name} is not a folder; give that of a Hugging Face model.")
+        raise UserError(f"policy.model_name={model_name} is not a folder; give the folder of a Hugging Face model")
     read_model_config(model_name)
     for path in find_weight_files(model_name):
         _check_whole(path)
@@ -151,4 +147,19 @@ def _check_whole(path: Path) -> None:
         with safe_open(path, framework="numpy"):
             pass
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} is no whole safetensors file ({error}); copy it again") from error
+        raise UserError(f"{path} is not a complete safetensors file ({error}); copy it again") from error
+
+
+def local_model_config(cfg: PolicyRun) -> Mapping[str, Any] | None:
+    """Return the model's config.json with `policy.hf_config_overrides`; None for a broken folder.
+
+    Also None for a hub's model that has not been downloaded yet.
+    """
+    folder = local_folder(cfg.policy.model_name)
+    if folder is None or not (path := folder / "config.json").is_file():
+        return None
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return None
+    return {**config, **cfg.policy.hf_config_overrides} if isinstance(config, dict) else None

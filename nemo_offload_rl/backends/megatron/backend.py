@@ -34,7 +34,7 @@ from nemo_offload_rl.backends.megatron.passes import Passes, keep_scores, losses
 from nemo_offload_rl.backends.megatron.streaming import StreamedStates
 from nemo_offload_rl.backends.megatron.upstream import caches
 from nemo_offload_rl.backends.megatron.upstream.affinity import bind_to_numa_node_of
-from nemo_offload_rl.backends.megatron.upstream.fp8_scales import keeps_scales
+from nemo_offload_rl.backends.megatron.upstream.caches import keeps_scales
 from nemo_offload_rl.backends.ranks import Totals, join_process_group, max_over_ranks, sum_over_ranks
 from nemo_offload_rl.backends.saving import dcp
 from nemo_offload_rl.backends.scoring.readers import ReadScores

@@ -27,9 +27,9 @@ from nemo_offload_rl.backends.megatron import parallel
 from nemo_offload_rl.backends.megatron.model import BuiltModel
 from nemo_offload_rl.backends.megatron.optim import make_states, sub_optimizers
 from nemo_offload_rl.backends.megatron.streaming import StreamedStates
-from nemo_offload_rl.backends.megatron.upstream import fp8_scales
-from nemo_offload_rl.backends.saving import dcp
-from nemo_offload_rl.backends.saving.flat_range import FlatRange
+from nemo_offload_rl.backends.megatron.upstream.caches import fp8_scales, set_fp8_scales
+from nemo_offload_rl.backends.saving import contents, dcp
+from nemo_offload_rl.backends.saving.contents import FlatRange
 from nemo_offload_rl.errors import CheckpointError
 from nemo_offload_rl.residency import unique_storages
 
@@ -41,7 +41,7 @@ STEP = "step"
 
 
 class MegatronState:
-    """Training state for one save or load; implements `dcp.TrainingState`.
+    """Training state for one save or load; implements `contents.TrainingState`.
 
     Args:
         model: The model.
@@ -86,8 +86,8 @@ class MegatronState:
             )
         if self._with_scales and not any(name.startswith(SCALES) for name in saved):
             self._with_scales = False
-            logger.warning("checkpoint %s has no scales of 8-bit layers; the next steps find them anew", path)
-        layouts = {name.split("/")[1] for name in saved if name.startswith(dcp.MODEL)}
+            logger.warning("checkpoint %s has no scales of 8-bit layers; the next steps compute them again", path)
+        layouts = {name.split("/")[1] for name in saved if name.startswith(contents.MODEL)}
         if layouts != {parallel.layout_name()}:
             raise CheckpointError(
                 f"The checkpoint {path} was written by ranks laid out as {', '.join(sorted(layouts))}, not as "
@@ -110,7 +110,7 @@ class MegatronState:
         for index, chunk in enumerate(self._model.chunks):
             for name, tensor in chunk.module.state_dict(keep_vars=True).items():
                 if isinstance(tensor, Tensor) and not name.endswith("_extra_state") and self._is_saved(tensor):
-                    found[f"{dcp.MODEL}{_place(tensor)}/{index}/{name}"] = tensor.detach()
+                    found[f"{contents.MODEL}{_place(tensor)}/{index}/{name}"] = tensor.detach()
         return found
 
     def model_tensors_with(self, group: str) -> dict[str, Tensor]:
@@ -151,7 +151,7 @@ class MegatronState:
     def _optimizer_names(self) -> dict[Tensor, str]:
         """Prefix of the names of each parameter's masters and states."""
         return {
-            parameter: f"{dcp.OPTIMIZER}{_place(parameter)}/{index}/{name}"
+            parameter: f"{contents.OPTIMIZER}{_place(parameter)}/{index}/{name}"
             for index, chunk in enumerate(self._model.chunks)
             for name, parameter in chunk.module.named_parameters()
         }
@@ -170,7 +170,7 @@ class MegatronState:
         dense, expert = parallel.place_in_model(False), parallel.place_in_model(True)
         values: dict[str, Any] = {f"{VALUES}{parallel.layout_name()}/{dense}": mine}
         if self._with_scales:
-            values[f"{SCALES}{parallel.layout_name()}/{dense}-{expert}"] = fp8_scales.scales(self._model.chunks)
+            values[f"{SCALES}{parallel.layout_name()}/{dense}-{expert}"] = fp8_scales(self._model.chunks)
         return values
 
     def _num_steps_in_groups(self) -> int | None:
@@ -195,7 +195,7 @@ class MegatronState:
         """
         (mine,) = (value for name, value in values.items() if name.startswith(VALUES))
         for found in (value for name, value in values.items() if name.startswith(SCALES)):
-            fp8_scales.set_scales(self._model.chunks, found, get_fp8_recipe(self._model.config))
+            set_fp8_scales(self._model.chunks, found, get_fp8_recipe(self._model.config))
         for mcore in _real(self._optimizer):
             inner = mcore.optimizer
             if mine["num_steps"] is not None:
@@ -227,11 +227,11 @@ class MegatronState:
     def rng_state(self) -> dict[str, Tensor]:
         """Return the random states of torch and of Megatron's tracker."""
         tracked = {TRACKED + name: state for name, state in _tracker().get_states().items()}
-        return dcp.torch_rng_state(self._device) | tracked
+        return contents.torch_rng_state(self._device) | tracked
 
     def set_rng_state(self, states: Mapping[str, Tensor]) -> None:
         """Restore the random states."""
-        dcp.set_torch_rng_state(states, self._device)
+        contents.set_torch_rng_state(states, self._device)
         tracked = [name for name in states if name.startswith(TRACKED)]
         _tracker().set_states({name.removeprefix(TRACKED): states[name] for name in tracked})
 

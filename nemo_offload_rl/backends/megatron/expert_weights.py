@@ -44,11 +44,7 @@ class _Place:
 
 
 class Conversions:
-    """Megatron-Bridge's conversion tasks, divided into experts and others; the same in every refit.
-
-    Args:
-        tasks: The bridge's tasks.
-    """
+    """Megatron-Bridge's conversion tasks, divided into experts and others; the same in every refit."""
 
     def __init__(self, tasks: Iterable[Any]) -> None:
         self.tasks = list(tasks)

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nemo_offload_rl.backends.hf.hub_names import HubNames
-from nemo_offload_rl.backends.hf.weight_files import COMPUTED, WeightFiles, fault_in
+from nemo_offload_rl.backends.hf.weight_files import COMPUTED, HubNames, WeightFiles, fault_in
 from nemo_offload_rl.backends.megatron import parallel
+from nemo_offload_rl.backends.ranks import failing_together
 from nemo_offload_rl.errors import UserError
 from nemo_offload_rl.protocols.backend import WeightSpec
 
@@ -52,8 +52,8 @@ class ModelFolder:
         paths = sorted({Path(source.path) / file for file in source.key_to_filename_map.values()})
         if not paths:
             raise UserError(
-                f"policy.model_name={model_name} has no safetensors files, which are all that the Megatron backend "
-                f"reads; save the model anew with save_pretrained{self.or_other}."
+                f"policy.model_name={model_name} has no safetensors files, and the Megatron backend reads "
+                f"no others; save the model again with save_pretrained{self.or_other}"
             )
         self._files = WeightFiles(model_name, paths)
         places = ("mtp.", *(f"model.layers.{layer}." for layer in left_out))
@@ -110,25 +110,13 @@ def check_values(folder: ModelFolder, tasks: Sequence[Any]) -> None:
 
     Loaded parameters are checked on their device. Only tensors of a faulty parameter are read from the folder again.
 
-    Args:
-        folder: The folder.
-        tasks: As for `check_names`.
-
     Raises:
         UserError: A value is refused; raised on every rank, with tensor and file.
     """
-    problem = None
-    try:
+    with failing_together(UserError):
         for task in tasks:
             if task is not None and task.param_weight is not None:
                 _check_value(folder, task)
-    except UserError as error:
-        problem = str(error)
-    problems: list[str | None] = [problem] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    told = next((text for text in problems if text is not None), None)
-    if told is not None:
-        raise UserError(told)
 
 
 def _check_value(folder: ModelFolder, task: Any) -> None:
@@ -139,8 +127,8 @@ def _check_value(folder: ModelFolder, task: Any) -> None:
         if name in folder.shapes:
             folder.refuse_values(name)
     raise UserError(
-        f"The weights of policy.model_name={folder.model_name} become {fault} in {task.param_name} as "
-        f"{task.param_weight.dtype}, which has no room for their values; use policy.precision=bfloat16"
+        f"The weights of policy.model_name={folder.model_name} become {fault} in {task.param_name}, since "
+        f"{task.param_weight.dtype} has too small a range; use policy.precision=bfloat16"
     )
 
 
@@ -162,8 +150,8 @@ def check_names(folder: ModelFolder, tasks: Sequence[Any]) -> None:
     _refuse_difference(folder, wanted)
     if None in tasks:
         raise UserError(
-            f"policy.model_name={folder.model_name} makes {tasks.count(None)} parameters that Megatron-Bridge does not "
-            f"know in a Hugging Face folder; use another model{folder.or_other}."
+            f"policy.model_name={folder.model_name} has {tasks.count(None)} parameters for which Megatron-Bridge "
+            f"has no Hugging Face name; use another model{folder.or_other}"
         )
 
 
@@ -185,8 +173,8 @@ def check_shapes(folder: ModelFolder, exported: Iterable[WeightSpec], model_type
     for name, shape in folder.shapes.items():
         if shapes[name] != shape:
             raise UserError(
-                f"policy.model_name={folder.model_name} has {name} with the shape {list(shape)}, and its config.json "
-                f"makes one of {list(shapes[name])}; repair config.json or policy.hf_config_overrides."
+                f"policy.model_name={folder.model_name} has {name} with the shape {list(shape)}, but its config.json "
+                f"asks for {list(shapes[name])}; correct config.json or policy.hf_config_overrides"
             )
 
 
@@ -194,13 +182,13 @@ def _refuse_difference(folder: ModelFolder, wanted: Iterable[str]) -> None:
     missing, unexpected = sorted(set(wanted) - folder.shapes.keys()), sorted(folder.shapes.keys() - set(wanted))
     if missing:
         raise UserError(
-            f"policy.model_name={folder.model_name} lacks {missing[0]}, as {len(missing)} tensors that its config.json "
-            "asks for; complete the folder, or repair config.json."
+            f"policy.model_name={folder.model_name} lacks {len(missing)} tensors that its config.json asks for, first "
+            f"{missing[0]}; complete the folder, or correct config.json"
         )
     if unexpected:
         raise UserError(
-            f"policy.model_name={folder.model_name} has {unexpected[0]}, as {len(unexpected)} tensors that the "
-            f"Megatron backend has no place for and would leave out; repair config.json{folder.or_other}."
+            f"policy.model_name={folder.model_name} has {len(unexpected)} tensors that the Megatron backend cannot "
+            f"load, first {unexpected[0]}; correct config.json{folder.or_other}"
         )
 
 

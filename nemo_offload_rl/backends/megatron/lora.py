@@ -11,33 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nemo_offload_rl.backends.megatron.upstream.bridge_import import import_lora
+from nemo_offload_rl.backends.megatron.supported import PEFT
+from nemo_offload_rl.backends.megatron.upstream.imports import import_lora
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.keys.megatron import MEGATRON_ADAPTED_LAYERS, MegatronConfig, MegatronLoraConfig
-
-_KEY = "policy.megatron_cfg.peft"
-
-
-def check_adapters(provider: Any, cfg: MegatronConfig) -> None:
-    """Refuse models and layouts whose adapters are not available.
-
-    Raises:
-        ConfigError: Names the setting that prevents adapters.
-    """
-    split = {
-        "tensor_model_parallel_size": cfg.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": cfg.pipeline_model_parallel_size,
-        "context_parallel_size": cfg.context_parallel_size,
-    }
-    for name, size in split.items():
-        if size != 1:
-            raise ConfigError(
-                f"{_KEY}.enabled is true, but adapters of a split model are not available; set {name} to 1."
-            )
-    if provider.num_moe_experts:
-        raise ConfigError(
-            f"{_KEY}.enabled is true, but adapters of mixture-of-experts models are not available; set it to false."
-        )
+from nemo_offload_rl.keys.megatron import MEGATRON_ADAPTED_LAYERS, MegatronLoraConfig
 
 
 def add_adapters(chunks: list[nn.Module], settings: MegatronLoraConfig, seed: int, recomputes: bool) -> list[nn.Module]:
@@ -76,7 +53,7 @@ def add_adapters(chunks: list[nn.Module], settings: MegatronLoraConfig, seed: in
         torch.default_generator.set_state(random_state)
     if not any(parameter.requires_grad for chunk in chunks for parameter in chunk.parameters()):
         raise ConfigError(
-            f"{_KEY}.target_modules fits no layer of the model ({', '.join(targets)}); name some of "
+            f"{PEFT}.target_modules is {', '.join(targets)}, which fits no layer of the model; name some of "
             f"{', '.join(MEGATRON_ADAPTED_LAYERS)}, or leave it empty for all of them"
         )
     if recomputes:

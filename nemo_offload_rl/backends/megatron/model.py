@@ -21,24 +21,22 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from nemo_offload_rl.backends.alternatives import advice, other_backend
 from nemo_offload_rl.backends.hf.export import load_config
 from nemo_offload_rl.backends.megatron.folder_match import ModelFolder, check_names, check_values
-from nemo_offload_rl.backends.megatron.lora import add_adapters, check_adapters
-from nemo_offload_rl.backends.megatron.supported import unsplit_layers, unsupported
+from nemo_offload_rl.backends.megatron.lora import add_adapters
+from nemo_offload_rl.backends.megatron.supported import adapters_problem, tensor_parallel_problem, unsupported
 from nemo_offload_rl.backends.megatron.upstream.balancing import (
     ExpertBiases,
     adds_router_loss,
     weigh_losses_by_real_tokens,
 )
-from nemo_offload_rl.backends.megatron.upstream.bridge_import import import_auto_bridge
-from nemo_offload_rl.backends.megatron.upstream.buffer_room import wrapped_for_16_bits
+from nemo_offload_rl.backends.megatron.upstream.bridge import complete_bridge, complete_provider
 from nemo_offload_rl.backends.megatron.upstream.grouped_products import use_grouped_products
+from nemo_offload_rl.backends.megatron.upstream.imports import import_auto_bridge
 from nemo_offload_rl.backends.megatron.upstream.local_layers import (
     PROVIDER_FIELDS,
     let_experts_add_biases,
     local_block,
 )
-from nemo_offload_rl.backends.megatron.upstream.mappings import complete_bridge
 from nemo_offload_rl.backends.megatron.upstream.packed_attention import check_packed_attention
-from nemo_offload_rl.backends.megatron.upstream.provider import complete_provider
 from nemo_offload_rl.backends.megatron.upstream.rope import (
     check_fusion,
     provider_fields,
@@ -46,6 +44,7 @@ from nemo_offload_rl.backends.megatron.upstream.rope import (
     set_rotation,
     without_scaling,
 )
+from nemo_offload_rl.backends.megatron.upstream.storages import wrapped_for_16_bits
 from nemo_offload_rl.errors import ConfigError, UserError
 from nemo_offload_rl.keys.megatron import MegatronConfig
 from nemo_offload_rl.keys.worker import PolicySettings
@@ -102,7 +101,8 @@ def build_model(settings: PolicySettings, cfg: MegatronConfig, *, is_frozen: boo
         provider = bridge.to_megatron_provider(load_weights=False)
     except ValueError as error:
         raise UserError(
-            f"Megatron-Bridge does not know the model of policy.model_name={settings.model_name}: {error}"
+            f"policy.model_name={settings.model_name} is a model that Megatron-Bridge cannot convert "
+            f"({' '.join(str(error).split())}); {advice(hf_config.to_dict(), MEGATRON)}"
         ) from error
     bridge.hf_pretrained.config = hf_config
     folder = ModelFolder(
@@ -123,7 +123,8 @@ def build_model(settings: PolicySettings, cfg: MegatronConfig, *, is_frozen: boo
     if cfg.freeze_moe_router:
         provider.register_pre_wrap_hook(_freeze_routers)
     if cfg.peft.enabled:
-        check_adapters(provider, cfg)
+        if (problem := adapters_problem(cfg, has_experts=bool(provider.num_moe_experts))) is not None:
+            raise ConfigError(problem)
         # Follows the hook that loads the weights, which does not support adapters.
         provider.register_pre_wrap_hook(
             partial(add_adapters, settings=cfg.peft, seed=settings.seed, recomputes=cfg.activation_checkpointing)
@@ -172,10 +173,12 @@ def hook_in_this_stream(chunks: Sequence[Any]) -> None:
 def _check_config(model_name: str, hf_config: Any, cfg: MegatronConfig) -> None:
     """Apply the rules on a local folder's config, which run before Ray starts, to models of a hub too."""
     if (reason := unsupported(hf_config.to_dict())) is not None:
-        raise ConfigError(f"{model_name} has {reason}; {advice(hf_config.to_dict(), MEGATRON)}")
+        raise ConfigError(f"the model {model_name} has {reason}; {advice(hf_config.to_dict(), MEGATRON)}")
     is_local = cfg.transformer_impl == "local"
-    if (reason := unsplit_layers(hf_config.to_dict(), cfg.tensor_model_parallel_size, is_local=is_local)) is not None:
-        raise ConfigError(f"policy.megatron_cfg.{reason}.")
+    if (
+        problem := tensor_parallel_problem(hf_config.to_dict(), cfg.tensor_model_parallel_size, is_local=is_local)
+    ) is not None:
+        raise ConfigError(problem)
 
 
 def _predicting_layers(hf_config: Any) -> range:
@@ -203,8 +206,8 @@ def _load_weights(chunks: list[nn.Module], bridge: Any, folder: ModelFolder) -> 
         if isinstance(error, RuntimeError) and "is invalid for input of size" not in str(error):
             raise
         raise UserError(
-            f"policy.model_name={folder.model_name} has weights of other shapes than its config.json says "
-            f"({' '.join(str(error).split())}); repair config.json or policy.hf_config_overrides."
+            f"policy.model_name={folder.model_name} has weights whose shapes differ from its config.json "
+            f"({' '.join(str(error).split())}); correct config.json or policy.hf_config_overrides"
         ) from error
     check_values(folder, tasks)
     return loaded

@@ -28,9 +28,6 @@ class GuardedOptimizer(ChainedOptimizer):
     with a threshold that NaN never exceeds. Here `step` returns `(False, None, None)` before it clips or updates
     anything, as for float16.
 
-    Args:
-        optimizers: Optimizers of the chain.
-
     Attributes:
         grad_norm: Norm of the last step before clipping. It is read before the update: a later read would wait for the
             copies of states that leave after their update, which use the same copy engine.

@@ -42,7 +42,7 @@ def join_model_parallel(cfg: MegatronConfig, parallel: ModelParallel, world_size
     if parallel_state.model_parallel_is_initialized():
         if _sizes() != (parallel.tensor, parallel.context, parallel.pipeline, cfg.expert_model_parallel_size):
             raise ConfigError(
-                "policy.megatron_cfg: another Megatron model in this process uses other parallel sizes; end it first."
+                "policy.megatron_cfg has other parallel sizes than the Megatron model in this process; use those sizes"
             )
         return False
     try:

@@ -197,13 +197,7 @@ def weight_bytes(chunks: Sequence[Any], *, has_adapters: bool) -> dict[str, int]
 
 
 def state_bytes(chunks: Sequence[Any], optimizer: Any, spec: OptimizerSpec) -> dict[Tensor, int]:
-    """Return the host bytes of the masters and states of each of `updated_parameters`, with all lazy states made.
-
-    Args:
-        chunks: The model.
-        optimizer: Megatron's optimizer.
-        spec: The optimizer's states.
-    """
+    """Return the host bytes of the masters and states of each of `updated_parameters`, with all lazy states made."""
     params = unique_storages(param_tensors(chunks, named_modules(chunks)))
     sizes: dict[Tensor, int] = {}
     for mcore in sub_optimizers(optimizer):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nemo_offload_rl.backends.megatron import state
 from nemo_offload_rl.backends.megatron.optim import sub_optimizers
-from nemo_offload_rl.backends.megatron.upstream.joined_states import join_states
+from nemo_offload_rl.backends.megatron.upstream.storages import join_states
 from nemo_offload_rl.backends.optimizer_parts import NamedTensors, OptimizerParts, divide_optimizer, num_streamed
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.megatron import MegatronOptimizerConfig
@@ -51,7 +51,7 @@ class StreamedStates:
         if cfg.offload_optimizer_states and not spec.is_elementwise:
             raise ConfigError(
                 f"policy.megatron_cfg.optimizer.offload_optimizer_states is true, but optimizer is {cfg.optimizer}, "
-                "whose update of a part needs the others; set it to false"
+                "whose update of one part of the parameters needs the others; set it to false"
             )
         chunk_mib = cfg.offload_optimizer_states_chunk_mib
         self._parts: list[tuple[Any, OptimizerParts]] = []

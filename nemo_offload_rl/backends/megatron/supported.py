@@ -1,6 +1,7 @@
-"""Checks for settings of a model's config.json that the Megatron backend does not support. Imports no library.
+"""Checks that the Megatron backend supports a model and the settings for it. Imports no library.
 
-Rules use it before Ray starts. The backend checks again with the loaded config, since models of a hub have none before.
+Rules use them before Ray starts. The backend checks again with the loaded config, since models of a hub have none
+before. Everywhere `config` is the contents of a config.json.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
     "yarn": ("factor",),
 }
 YARN = "yarn"
+KEY = "policy.megatron_cfg"
+PEFT = f"{KEY}.peft"
 _SILU = ("silu", "swish")
 
 
@@ -42,17 +45,38 @@ def sizes_problem(cfg: MegatronConfig, num_workers: int) -> str | None:
     return division_problem(sizes, num_workers, what, "change one of them")
 
 
-def unsupported(config: Mapping[str, Any]) -> str | None:
-    """Name the setting that is refused and why, or return None.
+def adapters_problem(cfg: MegatronConfig, *, has_experts: bool) -> str | None:
+    """Say why low-rank adapters cannot be added, and what to do; None if they can, or if none are asked for."""
+    if not cfg.peft.enabled:
+        return None
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+        if (size := getattr(cfg, name)) != 1:
+            return (
+                f"{PEFT}.enabled is true and {KEY}.{name} is {size}, but a model that is split over devices gets no "
+                f"adapters; set {name} to 1"
+            )
+    if has_experts:
+        return f"{PEFT}.enabled is true, but a mixture-of-experts model gets no adapters on Megatron; set it to false"
+    return None
 
-    Args:
-        config: The contents of a config.json.
-    """
+
+def fusion_problem(kind: str, factor: float) -> str | None:
+    """Say why the fused rotary kernel cannot be used with `rope_type` `kind`, and what to do; None if it can."""
+    if factor == 1.0:
+        return None
+    return (
+        f"{KEY}.apply_rope_fusion is true, but the fused kernel ignores the attention factor {factor:g} of the model's "
+        f"rope_type {kind}; set it to false"
+    )
+
+
+def unsupported(config: Mapping[str, Any]) -> str | None:
+    """Name the setting that is refused and why, or return None."""
     return unsupported_family(config, MEGATRON) or unsupported_layers(config) or unsupported_rope(config)
 
 
-def unsplit_layers(config: Mapping[str, Any], tensor_parallel_size: int, *, is_local: bool) -> str | None:
-    """Say why a model cannot be split by this tensor-parallel size, or return None.
+def tensor_parallel_problem(config: Mapping[str, Any], tensor_parallel_size: int, *, is_local: bool) -> str | None:
+    """Say why a model cannot be split by this tensor-parallel size, and what to do; None if it can.
 
     Args:
         config: The contents of a config.json.
@@ -63,35 +87,32 @@ def unsplit_layers(config: Mapping[str, Any], tensor_parallel_size: int, *, is_l
     """
     if tensor_parallel_size == 1:
         return None
-    problem = f"tensor_model_parallel_size is {tensor_parallel_size}, but "
+    problem = f"{KEY}.tensor_model_parallel_size is {tensor_parallel_size}, but "
     family = FAMILIES.get(str(config.get("model_type")))
     if family is not None and MEGATRON in family.unsplit_by:
         return (
-            f"{problem}models of type {family.model_type} have norms over all heads, whose gradients would lack those "
-            "of other devices; set it to 1 and spread the experts by expert_model_parallel_size"
+            f"{problem}models of type {family.model_type} have norms over all heads, and each device would compute "
+            "only its own heads' part of their gradients; set it to 1, and split the experts by "
+            "expert_model_parallel_size"
         )
     if is_local and config.get("kv_lora_rank") is not None:
         return (
-            f"{problem}the gradients of latent attention's keys would lack those of other devices with "
-            "transformer_impl=local; set it to 1, or transformer_impl to transformer_engine"
+            f"{problem}with transformer_impl=local each device would compute only its own heads' part of the gradients "
+            "of latent attention's keys; set it to 1, or transformer_impl to transformer_engine"
         )
     return None
 
 
 def unsupported_layers(config: Mapping[str, Any]) -> str | None:
-    """Name the setting for tensors or a function that the backend lacks, or return None.
-
-    Args:
-        config: The contents of a config.json.
-    """
+    """Name the setting for tensors or a function that the backend lacks, or return None."""
     if (reason := unsupported_settings(config, MEGATRON)) is not None:
         return reason
     family = FAMILIES.get(str(config.get("model_type")))
     activations = _SILU if family is None else family.activations
     if config.get("hidden_act") not in (None, *activations):
-        return f"hidden_act {config['hidden_act']}, and that backend computes {activations[0]}"
+        return f"hidden_act {config['hidden_act']}, but that backend computes only {activations[0]}"
     if has_attention_sinks(config) and not windows.in_turns(config):
-        return "layer_types other than sliding_attention and full_attention in turns, as that backend has them"
+        return "layer_types that do not alternate between sliding_attention and full_attention, as that backend does"
     return _unsupported_experts(config)
 
 
@@ -100,19 +121,19 @@ def _unsupported_experts(config: Mapping[str, Any]) -> str | None:
     kind, chosen, groups = (config.get(key) for key in ("model_type", "num_experts_per_tok", "topk_group"))
     if (config.get("n_group") or 1) != 1 and (chosen is None or groups is None or chosen != 2 * groups):
         return (
-            f"num_experts_per_tok {chosen} from topk_group {groups}, and that backend rates a group by as many of its "
-            "experts as are chosen from each, the model by two"
+            f"num_experts_per_tok {chosen} and topk_group {groups}, but that backend rates a group of experts by its "
+            "best num_experts_per_tok / topk_group experts, and the model by its best two"
         )
     if chosen == 1 and kind != "olmoe":  # OLMoE's weights are a softmax over all experts
-        return "num_experts_per_tok 1, and that backend does not normalize the weight of a single expert"
+        return "num_experts_per_tok 1, but that backend does not normalize the weight of a single expert"
     for key in ("n_shared_experts", "num_shared_experts"):
         if config.get(key) == 0:
-            return f"{key} 0, and that backend has one at least in models of its family"
+            return f"{key} 0, but that backend needs at least one in models of this family"
     if kind == "hy_v3":
         types, first = config.get("mlp_layer_types"), config.get("first_k_dense_replace")
         dense = 1 if types is None else types.count("dense")
         if first != dense or "dense" in (types or ())[dense:]:
-            return f"first_k_dense_replace {first}, but {dense} dense layers by mlp_layer_types"
+            return f"first_k_dense_replace {first}, but mlp_layer_types has {dense} dense layers at the start"
     return None
 
 
@@ -125,12 +146,12 @@ def unsupported_rope(config: Mapping[str, Any]) -> str | None:
     if kind == "dynamic":
         return "rope_type dynamic, whose frequencies change with the longest row of a batch"
     if kind not in ROPE_TYPES:
-        return f"rope_type {kind}, and that backend knows {', '.join(ROPE_TYPES)}"
+        return f"rope_type {kind}, but that backend has only {', '.join(ROPE_TYPES)}"
     missing = [name for name in ROPE_TYPES[kind] if rope.get(name) is None and config.get(name) is None]
     if missing:
         return f"rope_type {kind} without {missing[0]}, which it needs"
     if config.get("kv_lora_rank") and kind == YARN:
         scales = rope.get("mscale"), rope.get("mscale_all_dim")
         if scales[0] != scales[1] or not scales[0] or attention_factor(config, rope) != 1:
-            return f"mscale {scales[0]} and mscale_all_dim {scales[1]}, which latent attention there has alike"
+            return f"mscale {scales[0]} and mscale_all_dim {scales[1]}, but that backend needs equal values above 0"
     return None

@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 import pickle
 import warnings
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,8 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem, 
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import WriteResult
 
+from nemo_offload_rl.backends.ranks import failing_together
+from nemo_offload_rl.backends.saving.contents import MASTER, MODEL, OPTIMIZER, STEP_COUNT, TrainingState
 from nemo_offload_rl.errors import CheckpointError, first_line
 from nemo_offload_rl.protocols.saving import StateReader
 from nemo_offload_rl.utils.checksums import SummedStream
@@ -44,9 +46,6 @@ from nemo_offload_rl.utils.liveness import show_progress
 logger = logging.getLogger(__name__)
 
 METADATA_FILE = ".metadata"
-MODEL, OPTIMIZER = "model/", "optimizer/"
-MASTER = "/master"  # suffix of fp32 masters, which exist before the first step
-STEP_COUNT = "/step"
 _METADATA_CLASSES = (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -58,63 +57,7 @@ _METADATA_CLASSES = (
     _MEM_FORMAT_ENCODING,
 )
 _BAD_PICKLE = (OSError, EOFError, pickle.UnpicklingError, AttributeError, TypeError, ValueError, LookupError)
-_FOREIGN = "it is of another model or optimizer: resume with the settings that wrote it, or begin anew from an export"
-
-
-class TrainingState(Protocol):
-    """The training state that a checkpoint saves and loads."""
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the parameters."""
-        ...
-
-    @property
-    def groups(self) -> Sequence[str]:
-        """The optimizer's state groups: first the group that stays on the device in a step, then the streamed parts."""
-        ...
-
-    def model_tensors(self) -> dict[str, Tensor]:
-        """Return parameters by their names in the checkpoint, which begin with `MODEL`.
-
-        If several ranks give a name, their contents are the same and one copy is written.
-        """
-        ...
-
-    def model_tensors_with(self, group: str) -> dict[str, Tensor]:
-        """Return the `model_tensors` that are on the device together with `group`; each belongs to one of `groups`."""
-        ...
-
-    def optimizer_tensors(self, group: str) -> dict[str, Tensor]:
-        """Return masters and states of one of `groups` by name: `OPTIMIZER` + parameter + "/" + state."""
-        ...
-
-    def values(self) -> dict[str, Any]:
-        """Return the state without tensors: the optimizer's settings and the schedule."""
-        ...
-
-    def set_values(self, values: Mapping[str, Any]) -> None:
-        """Restore the result of `values` from a checkpoint."""
-        ...
-
-    def make_optimizer_state(self, group: str, saved: Container[str]) -> None:
-        """Make the optimizer allocate one group's states, which are read next; changes no parameter.
-
-        Only states that the optimizer would create in its first step are allocated here.
-
-        Args:
-            group: One of `groups`.
-            saved: `OPTIMIZER` + parameter, for each parameter whose states are in the checkpoint; others get none.
-        """
-        ...
-
-    def rng_state(self) -> dict[str, Tensor]:
-        """Return this rank's random states by name."""
-        ...
-
-    def set_rng_state(self, states: Mapping[str, Tensor]) -> None:
-        """Restore a result of `rng_state`."""
-        ...
+_FOREIGN = "another model or optimizer wrote it: resume with the settings that wrote it, or begin anew from an export"
 
 
 @dataclass(frozen=True)
@@ -209,13 +152,7 @@ class StagedDcpSave:
 
 
 def stage_save(folder: Path, state: TrainingState, reader: StateReader) -> StagedDcpSave:
-    """Stage parameters, optimizer, schedule and this rank's random state; every rank calls it.
-
-    Args:
-        folder: An existing empty folder.
-        state: The state to save.
-        reader: Reads the tensors.
-    """
+    """Stage parameters, optimizer, schedule and random state for an existing empty folder; every rank calls it."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     planner, writer = _FetchingPlanner(), FileSystemWriter(folder)
     entries = {**state_tensors(state), **_rng_entries(state), **_whole_values(state.values())}
@@ -268,23 +205,13 @@ def load_state(path: Path, state: TrainingState, streamed: Iterable[str] = ()) -
     random_states = _rng_entries(state)
     has_rng = reader.entries.keys() >= random_states.keys()
     if not has_rng:
-        logger.warning("checkpoint %s has no random state for rank %d; it keeps its seed", path, dist.get_rank())
+        logger.warning("checkpoint %s has no random state for rank %d, which keeps its seed", path, dist.get_rank())
     # Reading replaces these values or fills them in place.
     values: dict[str, Any] = {**_whole_values(state.values())}
     names = list(values)
     values |= random_states if has_rng else {}
-    failure: CheckpointError | None = None
-    try:
+    with failing_together(CheckpointError):
         _read_alone(reader, state, streamed, values)
-    except CheckpointError as error:
-        failure = error
-    failures: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, None if failure is None else str(failure))
-    if failure is not None:
-        raise failure
-    others = [text for text in failures if text is not None]
-    if others:
-        raise CheckpointError(others[0])
     _check_nothing_is_left_over(reader, OPTIMIZER, state_tensors(state))
     state.set_values({name: values[name].value for name in names})
     if has_rng:
@@ -400,7 +327,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in self._KNOWN or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of a checkpoint")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
 
 
 def _read_metadata(path: Path) -> Metadata:
@@ -418,7 +345,9 @@ def _read_metadata(path: Path) -> Metadata:
             "damaged or foreign: remove it to go on from an older one"
         ) from error
     if outside := sorted(name for name in names if Path(name).name != name):
-        raise CheckpointError(f"{path / METADATA_FILE} names {outside[0]}, which is no file of its folder; remove it")
+        raise CheckpointError(
+            f"{path / METADATA_FILE} names {outside[0]}, which is outside of its folder; remove the checkpoint"
+        )
     return metadata
 
 
@@ -436,18 +365,3 @@ def _check_fits(path: Path, wanted: Mapping[str, Tensor], saved: Mapping[str, An
                 f"The checkpoint {path} has {key} with the shape {tuple(entry.size)} instead of {tuple(tensor.shape)}; "
                 f"{_FOREIGN}"
             )
-
-
-def torch_rng_state(device: torch.device) -> dict[str, Tensor]:
-    """Return torch's random states of the CPU and, if `device` is a GPU, of the GPU."""
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def set_torch_rng_state(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Restore a result of `torch_rng_state`."""
-    torch.set_rng_state(states["cpu"])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"], device)

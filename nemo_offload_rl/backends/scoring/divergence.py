@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_offload_rl.backends.scoring.collectives import sum_over
+from nemo_offload_rl.backends.ranks import sum_over
 from nemo_offload_rl.protocols.loss import Divergence
 from nemo_offload_rl.protocols.vocab import VocabShard
 

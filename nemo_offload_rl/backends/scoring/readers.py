@@ -143,7 +143,7 @@ class ReadDivergences:
                 )
                 return found_N, torch.ones_like(found_N)
             case _:
-                raise TypeError(f"{type(self.batch).__name__} has nothing of a teacher")
+                raise TypeError(f"{type(self.batch).__name__} has no data of a teacher")
 
 
 def reader_for(loss_fn: LossFn, batch: TrainBatch, teacher_head: TeacherHead | None) -> Reader:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from nemo_offload_rl.backends.hf.local_config import local_model_config
+from nemo_offload_rl.backends.hf.model_folder import local_model_config
 from nemo_offload_rl.keys.master import RolloutMasterConfig, Rule, RunConfig
 from nemo_offload_rl.models.families import dropout_rates
 from nemo_offload_rl.models.rope import changing_rope_type, has_rotary_base, unchanged_length

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from nemo_offload_rl.backends.hf.local_config import local_model_config
+from nemo_offload_rl.backends.hf.model_folder import local_model_config
 from nemo_offload_rl.config.rules.base import (
     Rule,
     mixture_problem,

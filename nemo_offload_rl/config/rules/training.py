@@ -20,8 +20,7 @@ from nemo_offload_rl.algorithms.metric_names import (
     grpo_names,
     metric_problem,
 )
-from nemo_offload_rl.backends.dtensor.learning_rate import try_schedule
-from nemo_offload_rl.backends.dtensor.torch_optim import NO_OPTIMIZER, optimizer_spec
+from nemo_offload_rl.backends.dtensor.torch_optim import NO_OPTIMIZER, optimizer_spec, try_schedule
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.grpo import needs_prev_logprobs
 from nemo_offload_rl.keys.master import DistillationMasterConfig, DpoMasterConfig, GrpoMasterConfig, Rule, RunConfig

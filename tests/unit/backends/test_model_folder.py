@@ -30,14 +30,14 @@ def test_weights_that_were_cut_off_or_are_not_those_of_the_index_are_refused_bef
         shutil.copy(file, tmp_path)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(UserError, match="no whole safetensors file"):
+    with pytest.raises(UserError, match="not a complete safetensors file"):
         check_model_folder(str(tmp_path))
     weights.write_text("version https://git-lfs.github.com/spec/v1")
-    with pytest.raises(UserError, match="no whole safetensors file"):
+    with pytest.raises(UserError, match="not a complete safetensors file"):
         check_model_folder(str(tmp_path))
     weights.unlink()
     (tmp_path / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(UserError, match="no index of weights"):
+    with pytest.raises(UserError, match="not an index of weights"):
         check_model_folder(str(tmp_path))
 
 

@@ -102,7 +102,7 @@ def test_quantized_tensors_and_missing_files_are_refused(tmp_path: Path) -> None
         WeightFiles(str(tmp_path))
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors.index.json").write_text(index_of({"gone.safetensors": ["w"]}))
-    with pytest.raises(UserError, match=r"1 files that are not there, first gone\.safetensors"):
+    with pytest.raises(UserError, match=r"1 missing files, first gone\.safetensors"):
         WeightFiles(str(tmp_path))
 
 

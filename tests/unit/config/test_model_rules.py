@@ -52,7 +52,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"model_type": "nemotron_h"}, "model_type nemotron_h"),
     ({}, "model_type None"),
-    ({**LLAMA, "architectures": ["LlamaForSequenceClassification"]}, "no causal language model"),
+    ({**LLAMA, "architectures": ["LlamaForSequenceClassification"]}, "none of which is a causal language model"),
     ({**LLAMA, "quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ({**LLAMA, "rope_scaling": "linear"}, "rotary embeddings 'linear', which is not a mapping"),
     ({**LLAMA, "rope_scaling": {"type": "ntk"}}, "rope_type ntk, but transformers knows default, linear,"),
@@ -85,7 +85,7 @@ EXPERTS = {"model_type": "qwen3_moe", "num_experts": 12, "num_experts_per_tok": 
         (
             EXPERTS,
             ["policy.dtensor_cfg.expert_parallel_size=2", "policy.dtensor_cfg.tensor_parallel_size=2"],
-            "with tensor_parallel_size=2 is not available; set one of them to 1",
+            "and tensor_parallel_size=2 do not work together; set one of them to 1",
         ),
         (EXPERTS, ["policy.dtensor_cfg.expert_parallel_size=4"], None),
     ],
@@ -191,9 +191,9 @@ def test_a_refusal_names_another_backend_only_if_that_trains_the_model() -> None
     assert (
         advice(biased, MEGATRON)
         == advice(dynamic, MEGATRON)
-        == ("use policy.dtensor_cfg, which trains it, or another model")
+        == ("use policy.dtensor_cfg, which trains this model, or another model")
     )
-    assert advice(nemotron, DTENSOR) == "use policy.megatron_cfg, which trains it, or another model"
+    assert advice(nemotron, DTENSOR) == "use policy.megatron_cfg, which trains this model, or another model"
     nothing = "use another model (docs/reference/models.md)"
     assert advice(nemotron, DTENSOR, has_gpus=False) == advice(gpt, DTENSOR) == advice(gpt, MEGATRON) == nothing
     assert advice({**nemotron, "mlp_bias": True}, DTENSOR) == nothing

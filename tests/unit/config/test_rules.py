@@ -94,7 +94,7 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
             ],
             "set torch_compile to false",
         ),
-        ([*TWO_SHARE, "policy.dtensor_cfg.torch_compile=true"], "that context_parallel_size splits are not compiled"),
+        ([*TWO_SHARE, "policy.dtensor_cfg.torch_compile=true"], "that context_parallel_size splits cannot be compiled"),
     ],
     "parallel_sizes_divide_the_world": [
         (["policy.dtensor_cfg.tensor_parallel_size=2"], "tensor_parallel_size 2 does not divide the 1 policy workers"),
@@ -105,7 +105,7 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
         (["cluster.cpu_workers_per_node=4", "policy.dtensor_cfg.expert_parallel_size=3"], "; use one of 1, 2, 4, or"),
     ],
     "shared_rows_are_not_packed": [
-        ([*TWO_SHARE, "policy.sequence_packing.enabled=true"], "use policy.dynamic_batching in its place")
+        ([*TWO_SHARE, "policy.sequence_packing.enabled=true"], "use policy.dynamic_batching instead")
     ],
     "shared_rows_exclude_divided_experts": [
         ([*TWO_SHARE, "policy.dtensor_cfg.expert_parallel_size=2"], "set one of them to 1")
@@ -257,7 +257,7 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
         (["policy.dtensor_cfg.activation_offload=true"], "set activation_checkpointing to true"),
         (
             [*OFFLOADED_INPUTS, "policy.dtensor_cfg.activation_offload_fraction=0.5"],
-            "set it to 1.0, and activation_offload_host_limit_gib to what they may take",
+            "set it to 1.0, and limit their host memory by activation_offload_host_limit_gib",
         ),
     ],
     "save_deadline_is_a_time": [
@@ -367,7 +367,7 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
                 "grpo.max_num_steps=20",
                 f"policy.scheduler=[{ONE_CYCLE}]",
             ],
-            "which can make 19 steps, but it lasts for",
+            "which ends after 19 steps, but its phase has",
         ),
     ],
     "scheduler_milestones_separate_the_phases": [

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.backends.megatron.optimizer_spec import optimizer_spec
-from nemo_offload_rl.backends.megatron.upstream import buffer_room
+from nemo_offload_rl.backends.megatron.upstream import storages
 from nemo_offload_rl.keys.policy import BatchingConfig
 from nemo_offload_rl.policy.worker import PolicyWorker
 from nemo_offload_rl.protocols.backend import ProcessInfo
@@ -351,7 +351,7 @@ def test_a_model_whose_parameters_waited_on_the_host_is_the_same_and_never_took_
     peaks = {}
     for has_room in (True, False):
         if not has_room:
-            monkeypatch.setattr(buffer_room, "buffer_bytes", lambda parameters, *, grads_in_fp32: 1 << 60)
+            monkeypatch.setattr(storages, "buffer_bytes", lambda parameters, *, grads_in_fp32: 1 << 60)
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

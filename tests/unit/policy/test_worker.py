@@ -496,7 +496,7 @@ def test_a_batch_that_is_no_whole_global_batch_is_refused(make_worker, folders):
     ("changes", "named"),
     [
         ({"context_parallel_size": 2}, "context_parallel_size 2 = 2 does not divide the 1 policy workers"),
-        ({"context_parallel_size": 2, "expert_parallel_size": 2}, "both together are not available"),
+        ({"context_parallel_size": 2, "expert_parallel_size": 2}, "but they do not work together"),
         ({"enabled": False}, "dtensor_cfg.enabled"),
         ({"precision": "int8"}, "precision=int8"),
         ({"tensor_parallel_size": 3}, "does not divide the 4 attention heads"),

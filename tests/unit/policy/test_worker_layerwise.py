@@ -24,7 +24,7 @@ from policy_cases import (
 from transformers import Qwen3Model
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from nemo_offload_rl.backends.dtensor.host_held.stand_ins import LayerInputs, SteppedModel
+from nemo_offload_rl.backends.dtensor.stand_ins import LayerInputs, SteppedModel
 from nemo_offload_rl.errors import CheckpointError, ConfigError, UserError
 from nemo_offload_rl.keys.policy import BatchingConfig
 from nemo_offload_rl.keys.worker import TokenFilter
@@ -196,7 +196,7 @@ def test_where_inputs_of_layers_are_offloaded_too_one_micro_batch_goes_after_the
 def test_a_model_that_drops_at_random_is_refused(folders):
     dropout = {"hf_config_overrides": {"attention_dropout": 0.2}, "dropout": True}
     with (
-        pytest.raises(ConfigError, match=r"drops at random in training, .*; set policy\.dropout to false"),
+        pytest.raises(ConfigError, match=r"the model has dropout, .*; set policy\.dropout to false"),
         in_parts(folders("qwen3")[0], **dropout),
     ):
         pass
@@ -204,7 +204,7 @@ def test_a_model_that_drops_at_random_is_refused(folders):
 
 @pytest.mark.parametrize(
     ("learns_angles", "reason"),
-    [(False, "it computes something between its layers"), (True, "its layers hand on more than hidden states")],
+    [(False, "it computes something between its layers"), (True, "its layers pass on more than hidden states")],
 )
 def test_a_model_that_is_more_than_its_layers_is_refused(folders, monkeypatch, learns_angles, reason):
     def forward(self, input_ids=None, position_ids=None, inputs_embeds=None, **kwargs):
@@ -219,7 +219,7 @@ def test_a_model_that_is_more_than_its_layers_is_refused(folders, monkeypatch, l
 
     monkeypatch.setattr(Qwen3Model, "forward", forward)
     with (
-        pytest.raises(ConfigError, match=f"does not run layer by layer: {reason}; set it to false"),
+        pytest.raises(ConfigError, match=f"cannot run layer by layer: {reason}; set it to false"),
         in_parts(folders("qwen3")[0]),
     ):
         pass
@@ -344,7 +344,7 @@ def test_groups_get_smaller_where_later_micro_batches_take_more_than_the_first_o
 
     def runs_out(*_):
         nonlocal num_tries
-        if hurt._backend._layerwise._num_together > 1:
+        if hurt._backend._layerwise._sizes.num_together > 1:
             num_tries += 1
             assert num_tries < 99, "the same group is tried again and again"
             raise torch.OutOfMemoryError("no memory")

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from nemo_offload_rl.backends.megatron.rules import activations, adapters, model, optimizer
-from nemo_offload_rl.backends.megatron.rules.section import megatron_section
+from nemo_offload_rl.backends.megatron.rules import activations, model, optimizer
+from nemo_offload_rl.backends.megatron.rules.base import for_megatron
+from nemo_offload_rl.backends.megatron.supported import KEY
 from nemo_offload_rl.keys.master import PolicyRun, Rule
+from nemo_offload_rl.keys.megatron import MegatronConfig
 
 
-def megatron_trains_on_gpus(cfg: PolicyRun) -> str | None:
-    """Megatron trains on GPUs."""
-    if megatron_section(cfg) is None:
-        return None
+def megatron_trains_on_gpus(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+    """The Megatron backend needs GPUs."""
     if cfg.cluster.gpus_per_node == 0:
         return (
-            "policy.megatron_cfg.enabled is true, but cluster.gpus_per_node is 0 and megatron-core needs GPUs; use "
-            "policy.dtensor_cfg.enabled=true policy.megatron_cfg.enabled=false with policy.optimizer set"
+            f"{KEY}.enabled is true, but cluster.gpus_per_node is 0 and megatron-core needs GPUs; set "
+            f"policy.dtensor_cfg.enabled=true {KEY}.enabled=false, and policy.optimizer"
         )
     return None
 
 
-AVAILABILITY: tuple[Rule[PolicyRun], ...] = (megatron_trains_on_gpus,)
-RULES: tuple[Rule[PolicyRun], ...] = (*model.RULES, *optimizer.RULES, *activations.RULES, *adapters.RULES)
+AVAILABILITY = for_megatron(megatron_trains_on_gpus)
+RULES: tuple[Rule[PolicyRun], ...] = (*model.RULES, *optimizer.RULES, *activations.RULES)

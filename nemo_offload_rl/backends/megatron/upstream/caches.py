@@ -1,15 +1,19 @@
-"""Caches in device memory that Megatron-core and Transformer Engine keep between passes.
+"""State that Megatron-core and Transformer Engine keep between passes: caches, and scales of 8-bit layers.
 
-They are smaller than the parameters, but fragment memory when parameters leave; 8-bit copies of weights take half the
-size of the weights. The next pass recreates all of them. Names are those of megatron-core 0.19.2 and Transformer Engine
-2.20.
+Caches are smaller than the parameters, but fragment memory when parameters leave; 8-bit copies of weights take half the
+size of the weights. The next pass recreates all of them.
+
+With `fp8_recipe: delayed` a tensor's scale comes from the largest values of earlier steps, so a resumed run needs the
+scales; other recipes keep no state. Transformer Engine saves scales as a pickle (`_extra_state`), and reads it only if
+an environment variable allows that. Here they are saved as tensors. Names are those of megatron-core 0.19.2 and
+Transformer Engine 2.20.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -17,6 +21,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor, nn
+
+from nemo_offload_rl.keys.megatron import MegatronFp8Config
 
 _DISPATCHER_TENSORS = (
     "dispatched_indices",
@@ -123,5 +129,46 @@ def _forget(owner: Any, names: Sequence[str]) -> None:
 
 def _cache_of(function: Any) -> functools._lru_cache_wrapper[Any]:
     if not isinstance(function, functools._lru_cache_wrapper):
-        raise TypeError(f"{function!r} keeps no cache any more; look again at what this release of its package keeps")
+        raise TypeError(f"{function!r} no longer keeps a cache; adapt this module to the installed release")
     return function
+
+
+def keeps_scales(cfg: MegatronFp8Config) -> bool:
+    """Return whether training depends on the scales of earlier steps."""
+    return cfg.enabled and cfg.fp8_recipe == "delayed"
+
+
+def fp8_scales(chunks: Sequence[nn.Module]) -> dict[str, Any]:
+    """Copy scales and histories of largest values to the CPU, by layer; a layer has none before its first pass."""
+    found = {}
+    for name, layer in _engine_layers(chunks):
+        by_direction = layer.get_fp8_meta_tensors()
+        if by_direction is not None:
+            on_cpu = {key: [tensor.cpu() for tensor in tensors] for key, tensors in by_direction.items()}
+            found[name] = {"num_gemms": layer.fp8_meta["num_gemms"], "tensors": on_cpu}
+    return found
+
+
+def set_fp8_scales(chunks: Sequence[nn.Module], saved: Mapping[str, Any], recipe: Any) -> None:
+    """Restore the result of `fp8_scales`.
+
+    Args:
+        chunks: The model.
+        saved: Scales and histories by layer.
+        recipe: Transformer Engine's recipe for the next pass.
+    """
+    for name, layer in _engine_layers(chunks):
+        if name in saved:
+            layer.fp8_meta |= {"num_gemms": saved[name]["num_gemms"], "recipe": recipe}
+            layer.init_fp8_meta_tensors(recipe)
+            layer.reset_fp8_meta_tensors(saved[name]["tensors"])
+
+
+def _engine_layers(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Any]]:
+    base: Any = sys.modules.get("transformer_engine.pytorch.module.base")
+    if base is None:
+        return
+    for index, chunk in enumerate(chunks):
+        for name, module in chunk.named_modules():
+            if isinstance(module, base.TransformerEngineBaseModule):
+                yield f"{index}/{name}", module

@@ -74,11 +74,6 @@ def is_affected(settings: PolicySettings, capability: tuple[int, int]) -> bool:
 def check_packed_attention(num_heads: int, settings: PolicySettings, cfg: MegatronConfig) -> None:
     """Refuse packed rows for which this process's GPU has no attention; warn if they need much memory.
 
-    Args:
-        num_heads: The model's attention heads.
-        settings: The policy's settings.
-        cfg: `settings.backend`.
-
     Raises:
         ConfigError: No attention supports them.
     """
@@ -106,7 +101,7 @@ def refusal(need: AttentionNeed, settings: PolicySettings) -> str | None:
     """Return one line that says why such packs cannot be trained and what to change; None if they can."""
     if need.num_bytes is not None:
         return None
-    reason = "Transformer Engine has no attention that splits them over devices and repeats"
+    reason = "Transformer Engine has no deterministic attention that splits them over devices"
     return f"{_packs(settings)}: on a Hopper GPU {reason}; {_CHANGES}."
 
 
@@ -114,10 +109,10 @@ def warning(need: AttentionNeed, settings: PolicySettings) -> str | None:
     """Return one line about the GPU memory that training on such packs needs; None if that is little."""
     if need.num_bytes is None or need.num_bytes < _WARNED_OF_BYTES:
         return None
-    what = f"takes about {need.num_bytes / _GIB:.1f} GiB in each layer's backward pass to repeat"
+    what = f"takes about {need.num_bytes / _GIB:.1f} GiB in each layer's backward pass"
     if not need.uses_cudnn:
-        what = f"keeps scores of about {need.num_bytes / _GIB:.1f} GiB for each layer, more than once, to repeat"
-    return f"{_packs(settings)}: on a Hopper GPU attention {what}. If memory runs out, {_CHANGES}."
+        what = f"keeps several copies of each layer's scores, about {need.num_bytes / _GIB:.1f} GiB each"
+    return f"{_packs(settings)}: on a Hopper GPU deterministic attention {what}. If memory runs out, {_CHANGES}."
 
 
 _CHANGES = (

@@ -17,6 +17,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from nemo_offload_rl.backends.megatron.supported import fusion_problem
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.models.rope import rope_type
 
@@ -48,7 +49,10 @@ def rotation_of(config: Any) -> Rotation:
     config.standardize_rope_params()
     rope = config.rope_parameters
     if rope.get("rope_theta") is None:
-        raise ConfigError("policy.hf_config_overrides.rope_parameters has no rope_theta; add that of config.json.")
+        raise ConfigError(
+            "policy.hf_config_overrides.rope_parameters has no rope_theta, and replaces the model's; add the "
+            "rope_theta of config.json"
+        )
     kind, part = rope["rope_type"], float(rope.get("partial_rotary_factor") or 1.0)
     if kind != "default":
         return Rotation(*ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu")), part)
@@ -86,11 +90,9 @@ def check_fusion(config: Any, rotation: Rotation, *, is_fused: bool) -> None:
     Raises:
         ConfigError: The kernel is fused and the factor is not 1.
     """
-    if is_fused and rotation.attention_factor != 1.0:
-        raise ConfigError(
-            f"policy.megatron_cfg.apply_rope_fusion is true, but the fused kernel leaves out the attention factor "
-            f"{rotation.attention_factor:g} of the model's rope_type {rope_type(config.to_dict())}; set it to false."
-        )
+    problem = fusion_problem(rope_type(config.to_dict()), rotation.attention_factor) if is_fused else None
+    if problem is not None:
+        raise ConfigError(problem)
 
 
 def set_rotation(chunks: Sequence[Any], rotation: Rotation) -> None:

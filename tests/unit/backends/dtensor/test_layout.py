@@ -9,7 +9,7 @@ import torch
 from policy_cases import make_batch, make_sparse_batch
 from torch import Tensor
 
-from nemo_offload_rl.backends.dtensor.layout import ModelRows, packed_rows, padded_rows, shared_rows
+from nemo_offload_rl.backends.dtensor.model import ModelRows, packed_rows, padded_rows, shared_rows
 
 
 def tokens_before(ids_BS: Tensor, rows: ModelRows) -> Tensor:

@@ -184,7 +184,10 @@ def test_an_optimizer_whose_update_of_a_part_needs_the_others_does_not_stream(fo
     with make_worker(folder) as worker:
         backend = worker._backend
         cfg = replace(backend._cfg.optimizer, offload_optimizer_states=True)
-        with pytest.raises(ConfigError, match="optimizer is adam, whose update of a part needs the others; set it to"):
+        with pytest.raises(
+            ConfigError,
+            match="optimizer is adam, whose update of one part of the parameters needs the others; set it to",
+        ):
             StreamedStates(backend._optimizer, cfg, replace(optimizer_spec(cfg), is_elementwise=False), {})
 
 

@@ -6,17 +6,17 @@ import pytest
 SCRIPT = """
 import importlib.util, logging, sys
 assert importlib.util.find_spec("transformer_engine") is None
-from nemo_offload_rl.backends.megatron.upstream import bridge_import
+from nemo_offload_rl.backends.megatron.upstream import imports
 records = []
 handler = logging.Handler()
 handler.emit = lambda record: records.append(record.getMessage())
-bridge_import.logger.addHandler(handler)
-bridge_import.logger.setLevel(logging.INFO)
-AutoBridge = bridge_import.import_auto_bridge()
-assert bridge_import.import_auto_bridge() is AutoBridge
+imports.logger.addHandler(handler)
+imports.logger.setLevel(logging.INFO)
+AutoBridge = imports.import_auto_bridge()
+assert imports.import_auto_bridge() is AutoBridge
 assert len(records) == 1 and "transformer-engine is not installed" in records[0], records
 assert [name for name in sys.modules if name.split(".")[0] == "transformer_engine"] == []
-assert not [finder for finder in sys.meta_path if isinstance(finder, bridge_import._Finder)]
+assert not [finder for finder in sys.meta_path if isinstance(finder, imports._Finder)]
 from megatron.core.extensions.transformer_engine import HAVE_TE
 assert not HAVE_TE
 """

@@ -7,7 +7,7 @@ from policy_cases import ONE_RANK, assert_equal, full_params, make_settings, sav
 from torch import nn
 
 from nemo_offload_rl.backends.megatron import model
-from nemo_offload_rl.backends.megatron.upstream import buffer_room
+from nemo_offload_rl.backends.megatron.upstream import storages
 
 BFLOAT16 = {"precision": "bfloat16", "bf16": True, "pipeline_dtype": "bfloat16"}
 
@@ -19,7 +19,7 @@ def test_the_buffers_are_those_that_megatron_makes(tmp_path, grads_in_fp32, byte
     with worker_of(settings, ONE_RANK) as worker:
         chunk = worker._backend._chunks[0]
         trained = list(chunk.module.parameters())
-        expected = buffer_room.buffer_bytes(trained, grads_in_fp32=grads_in_fp32)
+        expected = storages.buffer_bytes(trained, grads_in_fp32=grads_in_fp32)
         buffers = [*chunk.buffers, *chunk.expert_parallel_buffers]
         made = sum(buffer.param_data.nbytes + buffer.grad_data.nbytes for buffer in buffers)
     assert expected == bytes_a_parameter * sum(parameter.numel() for parameter in trained)
@@ -34,11 +34,11 @@ def test_a_model_whose_parameters_were_given_other_memory_before_it_was_wrapped_
     moved = []
 
     def wrapped(config, module, *, grads_in_fp32):
-        found = buffer_room.Float16Module(config, module)
+        found = storages.Float16Module(config, module)
         moved.extend(found.parameters())
         for parameter in moved:
             parameter.data = parameter.data.clone()
-        buffer_room.move_to_host(moved)
+        storages.move_to_host(moved)
         return found
 
     monkeypatch.setattr(model, "wrapped_for_16_bits", wrapped)
@@ -53,7 +53,7 @@ def test_memory_of_many_small_parameters_is_the_system_s_again_once_they_have_ot
     parameters = [nn.Parameter(value.expand(1 << 20), requires_grad=False) for _ in range(400)]
     torch.empty(16 << 20, dtype=torch.uint8)  # once such a size was freed, malloc takes it from its heap
     before_bytes = resident().rss
-    buffer_room.move_to_host(parameters)
+    storages.move_to_host(parameters)
     held_bytes = resident().rss - before_bytes
     others = []
     for parameter in parameters:
@@ -66,6 +66,6 @@ def test_memory_of_many_small_parameters_is_the_system_s_again_once_they_have_ot
 def test_parameters_that_move_stay_the_same_objects_with_the_same_values():
     parameters = [nn.Parameter(torch.arange(6.0).view(2, 3)), nn.Parameter(torch.ones(4))]
     before = [(id(parameter), parameter.detach().clone()) for parameter in parameters]
-    buffer_room.move_to_host(parameters)
+    storages.move_to_host(parameters)
     for parameter, (identity, value) in zip(parameters, before, strict=True):
         assert id(parameter) == identity and torch.equal(parameter, value) and parameter.requires_grad

@@ -80,7 +80,7 @@ def test_no_tensor_of_a_pass_outlives_the_clearing() -> None:
 
 
 def test_a_cache_that_a_release_no_longer_has_is_an_error_and_not_ignored() -> None:
-    with pytest.raises(TypeError, match="keeps no cache any more"):
+    with pytest.raises(TypeError, match="no longer keeps a cache"):
         caches._cache_of(len)
 
 

@@ -26,8 +26,8 @@ from policy_cases import (
 )
 from resume_cases import goes_on_bitwise, train_steps
 
+from nemo_offload_rl.backends.saving.contents import FlatRange
 from nemo_offload_rl.backends.saving.dcp import state_tensors
-from nemo_offload_rl.backends.saving.flat_range import FlatRange
 from nemo_offload_rl.policy.worker import PolicyWorker
 from nemo_offload_rl.protocols.backend import ProcessInfo
 

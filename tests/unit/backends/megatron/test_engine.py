@@ -11,8 +11,12 @@ import ray
 from policy_cases import ONE_RANK, make_settings, save_family
 
 from nemo_offload_rl.backends.factory import build_backend
-from nemo_offload_rl.backends.megatron.engine import check_engine, import_problem, load_engine
-from nemo_offload_rl.backends.megatron.upstream.bridge_import import has_transformer_engine
+from nemo_offload_rl.backends.megatron.upstream.imports import (
+    check_engine,
+    has_transformer_engine,
+    import_problem,
+    load_engine,
+)
 from nemo_offload_rl.errors import UserError
 from nemo_offload_rl.runs.loading import load_grpo_config
 from nemo_offload_rl.runs.rollouts import run_grpo

@@ -13,7 +13,7 @@ from policy_cases import assert_equal, one_rank_worker, save_family
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from nemo_offload_rl.backends.hf.hub_names import HubNames
+from nemo_offload_rl.backends.hf.weight_files import HubNames
 from nemo_offload_rl.errors import UserError
 
 Q_BIAS = "model.layers.1.self_attn.q_proj.bias"
@@ -46,11 +46,14 @@ def refused(folder: Path, words: str, **changes: object) -> None:
 
 def test_a_tensor_that_the_model_has_no_place_for_is_refused(change):
     folder = change("qwen3", lambda tensors: tensors.update({Q_BIAS: torch.ones(128)}))
-    refused(folder, f"has {Q_BIAS}, as 1 tensors that the Megatron backend has no place for")
+    refused(folder, f"has 1 tensors that the Megatron backend cannot load, first {Q_BIAS}")
 
 
 def test_a_tensor_that_is_missing_is_refused(change):
-    refused(change("qwen3", lambda tensors: tensors.pop(NORM)), f"lacks {NORM}, as 1 tensors")
+    refused(
+        change("qwen3", lambda tensors: tensors.pop(NORM)),
+        f"lacks 1 tensors that its config.json asks for, first {NORM}",
+    )
 
 
 @pytest.mark.parametrize(("value", "shown"), [(float("nan"), "NaN"), (1e30, "1e+30")])
@@ -64,26 +67,29 @@ def test_a_value_that_no_weight_can_have_is_refused_by_the_name_in_the_folder(ch
 
 def test_an_expert_that_is_missing_is_refused(change):
     name = "model.layers.1.mlp.experts.3.up_proj.weight"
-    refused(change("qwen3-moe", lambda tensors: tensors.pop(name)), f"lacks {name}, as 1 tensors")
+    refused(
+        change("qwen3-moe", lambda tensors: tensors.pop(name)),
+        f"lacks 1 tensors that its config.json asks for, first {name}",
+    )
 
 
 def test_an_expert_more_than_the_config_says_is_refused(change):
     name = "model.layers.1.mlp.experts.4.up_proj.weight"
     folder = change("qwen3-moe", lambda tensors: tensors.update({name: torch.ones(32, 64)}))
-    refused(folder, f"has {name}, as 1 tensors")
+    refused(folder, f"cannot load, first {name}")
 
 
 @pytest.mark.parametrize("name", [NORM, EMBEDDING, "model.layers.0.mlp.down_proj.weight"])
 def test_a_tensor_of_another_shape_is_refused(change, name):
     folder = change("qwen3", lambda tensors: tensors.update({name: torch.ones(*(n + 2 for n in tensors[name].shape))}))
-    refused(folder, "repair config.json or policy.hf_config_overrides")
+    refused(folder, "correct config.json or policy.hf_config_overrides")
 
 
 def test_a_config_with_other_heads_than_the_files_is_refused(change):
     folder = change("qwen3", lambda tensors: None)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 4}))
-    refused(folder, "weights of other shapes than its config.json says")
+    refused(folder, "has weights whose shapes differ from its config.json")
 
 
 def test_buffers_that_transformers_computes_anew_do_not_matter(change):
@@ -107,7 +113,7 @@ def test_layers_for_further_tokens_are_left_out_with_a_line(change, caplog):
     folder = change("glm4_moe", lambda tensors: tensors.update({name: torch.ones(4), other: torch.ones(4)}))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
-    refused(folder, f"has {name}, as 1 tensors")
+    refused(folder, f"cannot load, first {name}")
     (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
     with one_rank_worker(folder, backend="megatron") as worker:
         assert "its layers for multi-token prediction are not trained" in caplog.text
@@ -137,7 +143,7 @@ def is_another_format(weights: Path) -> None:
     ("damage", "words"),
     [
         (lists_a_missing_file, "model-00001-of-00001.safetensors (No such file"),
-        (is_cut_short, "no whole safetensors file"),
+        (is_cut_short, "not a complete safetensors file"),
         (is_another_format, "has no safetensors files"),
     ],
 )
@@ -153,7 +159,7 @@ def test_weights_that_cannot_be_read_are_refused(tmp_path, damage, words):
         ("qwen3", {"attention_bias": True}, "has attention_bias true"),
         ("qwen3-moe", {"attention_bias": True}, "has attention_bias true"),
         # Of its layers the first would be a dense one.
-        ("qwen3-moe", {"decoder_sparse_step": 2}, "lacks model.layers.0.mlp.down_proj.weight"),
+        ("qwen3-moe", {"decoder_sparse_step": 2}, "asks for, first model.layers.0.mlp.down_proj.weight"),
     ],
 )
 def test_layers_that_would_be_left_out_are_refused_when_the_model_is_built_too(tmp_path, family, settings, words):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_offload_rl.backends.megatron.host_buffers import ROUND_BYTES, HostBufferPool
+from nemo_offload_rl.backends.megatron.activation_offload import ROUND_BYTES, HostBufferPool
 from nemo_offload_rl.residency.host.regions import PageableRegion
 from nemo_offload_rl.residency.table.errors import ResidencyError
 

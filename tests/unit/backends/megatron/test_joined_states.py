@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from nemo_offload_rl.backends.megatron.upstream import joined_states
-from nemo_offload_rl.backends.megatron.upstream.joined_states import join_states
+from nemo_offload_rl.backends.megatron.upstream import storages as upstream_storages
+from nemo_offload_rl.backends.megatron.upstream.storages import join_states
 from nemo_offload_rl.residency import unique_storages
 
 SHAPES = [(64, 33), (7,), (33, 64), (1, 1), (5, 3, 2), (64, 33)]
@@ -41,7 +41,7 @@ def states_of(optimizer):
 @pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.Adagrad])
 @pytest.mark.parametrize("joined_bytes", [1 << 20, 20_000])
 def test_states_share_storages_and_every_later_step_has_the_same_bits(monkeypatch, optimizer_class, joined_bytes):
-    monkeypatch.setattr(joined_states, "JOINED_BYTES", joined_bytes)
+    monkeypatch.setattr(upstream_storages, "JOINED_BYTES", joined_bytes)
     model, optimizer = trained(optimizer_class, 2)
     alone = trained(optimizer_class, 2, *copy.deepcopy((model, optimizer)))[0]
     before = {name: value.clone() for name, value in states_of(optimizer)}
@@ -58,7 +58,7 @@ def test_states_share_storages_and_every_later_step_has_the_same_bits(monkeypatc
 
 
 def test_large_states_counts_and_what_has_no_state_yet_stay_as_they_are(monkeypatch):
-    monkeypatch.setattr(joined_states, "SMALL_BYTES", 64 * 33 * 4)
+    monkeypatch.setattr(upstream_storages, "SMALL_BYTES", 64 * 33 * 4)
     model, optimizer = trained(torch.optim.AdamW, 1)
     new = nn.Parameter(torch.zeros(3))
     large, count = optimizer.state[model[0]]["exp_avg"], optimizer.state[model[1]]["step"]

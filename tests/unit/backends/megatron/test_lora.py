@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from closeness import assert_close
-from lora_cases import ALPHA, BFLOAT16, DIM, lora_worker, values_of
-from policy_cases import NLL, assert_equal, hf_logprobs, make_batch, make_settings, save_family
+from lora_cases import ALPHA, BFLOAT16, DIM, lora_settings, lora_worker, values_of
+from policy_cases import NLL, assert_equal, hf_logprobs, make_batch, save_family
 from resume_cases import train_steps, weights_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from nemo_offload_rl.backends.megatron.lora import check_adapters
+from nemo_offload_rl.backends.megatron.supported import adapters_problem
 from nemo_offload_rl.errors import ConfigError
 
 A, B = ".adapter.linear_in.weight", ".adapter.linear_out.weight"
@@ -151,16 +149,17 @@ def test_a_model_with_no_such_layer_is_refused(folder):
 
 
 @pytest.mark.parametrize(
-    ("changes", "num_experts", "message"),
+    ("changes", "has_experts", "message"),
     [
-        ({"tensor_model_parallel_size": 2}, None, "set tensor_model_parallel_size to 1"),
-        ({"pipeline_model_parallel_size": 2}, None, "set pipeline_model_parallel_size to 1"),
-        ({"context_parallel_size": 2}, None, "set context_parallel_size to 1"),
-        ({}, 4, "mixture-of-experts"),
+        ({"tensor_model_parallel_size": 2}, False, "set tensor_model_parallel_size to 1"),
+        ({"pipeline_model_parallel_size": 2}, False, "set pipeline_model_parallel_size to 1"),
+        ({"context_parallel_size": 2}, False, "set context_parallel_size to 1"),
+        ({}, True, "mixture-of-experts"),
     ],
 )
-def test_adapters_that_cannot_be_are_refused(folder, changes, num_experts, message):
-    cfg = make_settings(folder, backend="megatron", **changes).megatron_cfg
+def test_adapters_that_cannot_be_are_refused(folder, changes, has_experts, message):
+    cfg = lora_settings(folder, "megatron", **changes).megatron_cfg
     assert cfg is not None
-    with pytest.raises(ConfigError, match=message):
-        check_adapters(SimpleNamespace(num_moe_experts=num_experts), cfg)
+    problem = adapters_problem(cfg, has_experts=has_experts)
+    assert problem is not None
+    assert message in problem

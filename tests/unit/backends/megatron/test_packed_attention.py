@@ -66,7 +66,12 @@ def test_packs_without_attention_are_refused(tmp_path):
     settings = packed_settings(tmp_path, 32768, 16384)
     message = refusal(AttentionNeed(False, None), settings)
     assert message is not None and "\n" not in message
-    for word in ("policy.deterministic=false", "packs of 32768 tokens", "rows of up to 16384", "no attention"):
+    for word in (
+        "policy.deterministic=false",
+        "packs of 32768 tokens",
+        "rows of up to 16384",
+        "no deterministic attention",
+    ):
         assert word in message
     assert refusal(AttentionNeed(True, 256 * GIB), settings) is None
 
@@ -74,5 +79,7 @@ def test_packs_without_attention_are_refused(tmp_path):
 def test_a_warning_has_the_gib_unless_they_are_few(tmp_path):
     settings = packed_settings(tmp_path, 4096, 1024)
     assert "takes about 16.0 GiB in each layer's backward pass" in str(warning(AttentionNeed(True, 16 * GIB), settings))
-    assert "keeps scores of about 2.0 GiB for each layer" in str(warning(AttentionNeed(False, 2 * GIB), settings))
+    assert "several copies of each layer's scores, about 2.0 GiB each" in str(
+        warning(AttentionNeed(False, 2 * GIB), settings)
+    )
     assert warning(AttentionNeed(True, GIB // 2), settings) is None

@@ -28,17 +28,17 @@ from torch.distributed.fsdp import FSDPModule
 
 from nemo_offload_rl.backends.dtensor.activation_offload import ActivationOffloading, KeptInput
 from nemo_offload_rl.backends.dtensor.built import BuiltModel
-from nemo_offload_rl.backends.dtensor.host_held.stand_ins import LayerInputs, SteppedModel, unsuited
-from nemo_offload_rl.backends.dtensor.layout import ModelRows
+from nemo_offload_rl.backends.dtensor.group_sizes import GroupSizes
+from nemo_offload_rl.backends.dtensor.model import ModelRows
 from nemo_offload_rl.backends.dtensor.optim import gradient_norms
 from nemo_offload_rl.backends.dtensor.parallel import add_gradients, cast_inputs, gathered
+from nemo_offload_rl.backends.dtensor.stand_ins import LayerInputs, SteppedModel, unsuited
 from nemo_offload_rl.backends.dtensor.supported import DROPS_AT_RANDOM
 from nemo_offload_rl.data.batch import TokenBatch
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.models.families import dropout_rates
 from nemo_offload_rl.protocols.scoring import Reader
 from nemo_offload_rl.residency import DeviceOutOfMemoryError, PassingParts
-from nemo_offload_rl.residency.streams.work_memory import MARGIN, RESERVE_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -74,29 +74,6 @@ class _OnItsWay[Batch: TokenBatch]:
     scores_grads: Sequence[Tensor | None] = ()
 
 
-@dataclass
-class _Groups:
-    """Memory that groups of one kind of pass need, learned as they run.
-
-    Attributes:
-        num_kept: Number of hidden states kept for each micro-batch.
-        most_bytes: Limit of a group's kept bytes; None until memory has run out.
-        work_bytes: Most bytes that a group needed in addition to the kept ones; None before the first group.
-        work_tokens: Tokens of the largest micro-batch when `work_bytes` was measured.
-    """
-
-    num_kept: int
-    most_bytes: int | None = None
-    work_bytes: int | None = None
-    work_tokens: int = 1
-
-    def expected_bytes(self, tokens: int) -> int | None:
-        """Estimate, with a margin, `work_bytes` for micro-batches of up to `tokens` tokens; None if unknown."""
-        if self.work_bytes is None:
-            return None
-        return int(MARGIN * self.work_bytes * max(1.0, tokens / self.work_tokens)) + RESERVE_BYTES
-
-
 class LayerwisePasses:
     """Runs passes over micro-batches, part by part.
 
@@ -120,18 +97,13 @@ class LayerwisePasses:
         self._num_layers = len(built.layers)
         self._is_tied = len(self._parts) == self._num_layers + 1
         self._output = 0 if self._is_tied else self._num_layers + 1
-        self._largest_bytes = max(sum(p.nbytes for _, p in part.parameters) for part in self._parts)
         self._model = SteppedModel(built)
-        self._reading = _Groups(2)
-        self._training = _Groups((self._num_layers if activations is None else _ON_DEVICE) + 2)
-        self._groups = self._reading  # of the present pass
-        self._kept_bytes = self._num_together = 0  # of the present group
-        self._begun_bytes = 0  # allocated on the device when the present group began
-        self._tokens = 0  # of the largest micro-batch of the pass
-        self._num_keeping_nothing = 0  # number of next training passes that keep no parts for the update
-        self._next_pause = 1  # training passes that keep no parts after memory runs out again
-        self._may_keep = False  # the present pass may keep parts for the update
-        self._has_kept = False  # the present pass has kept a part
+        self._sizes = GroupSizes(
+            passing,
+            max(sum(p.nbytes for _, p in part.parameters) for part in self._parts),
+            num_kept_reading=2,
+            num_kept_training=(self._num_layers if activations is None else _ON_DEVICE) + 2,
+        )
 
     @torch.no_grad()
     def check(self) -> None:
@@ -152,7 +124,7 @@ class LayerwisePasses:
         with self._passing.on_device(1), gathered(self._unit(1)), torch.compiler.set_stance("force_eager"):
             output: Any = self._model.layer(0, given.hidden, given)
         if not isinstance(output, Tensor) or output.shape != given.hidden.shape:
-            raise unsuited("its layers give something else than hidden states")
+            raise unsuited("its layers return something other than hidden states")
 
     # -- passes
 
@@ -193,10 +165,11 @@ class LayerwisePasses:
             try:
                 return run()
             except (torch.OutOfMemoryError, DeviceOutOfMemoryError) as error:
-                if not self._make_groups_smaller():
+                if not self._sizes.shrink():
                     raise
                 logger.info(
-                    "Out of memory (%s); micro-batches pass in smaller groups.", str(error).split("\n")[0][:200]
+                    "Out of memory (%s); repeating the pass with smaller groups of micro-batches.",
+                    str(error).split("\n")[0][:200],
                 )
             # Outside of the handler, where the error's traceback no longer holds the failed pass's tensors.
             gc.collect()
@@ -204,34 +177,12 @@ class LayerwisePasses:
             if after_failure is not None:
                 after_failure()
 
-    def _make_groups_smaller(self) -> bool:
-        """After memory has run out, stop keeping parts for the update or, if none were kept, halve the group size.
-
-        Parts are kept again after a pause, which doubles each time.
-
-        Returns:
-            False if no parts were kept and the group had one micro-batch.
-        """
-        if self._has_kept:
-            self._has_kept = False
-            self._num_keeping_nothing = 1 + self._next_pause  # the repeated pass included
-            self._next_pause *= 2
-            return True
-        had_several = self._num_together > 1
-        if self._num_together:
-            # Group sizes are estimated from the first micro-batches, so a group may exceed the limit already.
-            groups = self._groups
-            most_bytes = self._kept_bytes if groups.most_bytes is None else min(self._kept_bytes, groups.most_bytes)
-            groups.most_bytes = most_bytes // 2
-        self._num_together = 0  # the next pass may fail before it has a group to divide
-        return had_several
-
     @torch.no_grad()
     def _read[Batch: TokenBatch](
         self, micro_batches: Sequence[Batch], reader_of: ReaderOf[Batch]
     ) -> list[tuple[Any, Batch]]:
         found: list[tuple[Any, Batch]] = []
-        self._begin(self._reading, micro_batches)
+        self._sizes.begin(self._most_tokens(micro_batches), trains=False)
         with self._passing.charged(), self._ready():
             while len(found) < len(micro_batches):
                 group = self._embed(micro_batches[len(found) :])
@@ -240,7 +191,7 @@ class LayerwisePasses:
                 with self._present(self._output, 0 if has_more and not self._is_tied else None):
                     for it in group:
                         found.append((self._scores(it, it.hidden, reader_of(it.batch)), it.batch))
-                self._learn()
+                self._sizes.learn()
         return found
 
     def _train[Batch: TokenBatch](
@@ -252,66 +203,40 @@ class LayerwisePasses:
     ) -> list[tuple[Tensor, dict[str, Tensor]]]:
         self.norms = {}
         found: list[tuple[Tensor, dict[str, Tensor]]] = []
-        self._begin(self._training, micro_batches)
-        self._may_keep = self._num_keeping_nothing == 0
-        self._num_keeping_nothing = max(0, self._num_keeping_nothing - 1)
+        self._sizes.begin(self._most_tokens(micro_batches), trains=True)
         with self._passing.charged(), self._ready():
             while (num_done := len(found)) < len(micro_batches):
-                group = self._embed(micro_batches[num_done:])
+                waiting = micro_batches[num_done:]
+                if self._activations is not None:
+                    waiting = waiting[:1]  # host memory holds the layer inputs of one micro-batch
+                group = self._embed(waiting)
                 is_last = num_done + len(group) == len(micro_batches)
                 self._forward(group, keeps_inputs=True)
                 found += self._backward_of_output(group, reader_of, loss_of, measures=is_last)
                 self._backward_of_layers(group, measures=is_last)
                 places = range(num_done, len(found))
                 self._backward_of_embedding(group, reader_of, places, before_micro_batch, measures=is_last)
-                self._learn()
+                self._sizes.learn()
         return found
 
     # -- groups
 
-    def _begin(self, groups: _Groups, micro_batches: Sequence[TokenBatch]) -> None:
-        self._groups = groups
-        self._tokens = max(map(self._built.num_tokens, micro_batches), default=0)
-        self._num_together = 0
-        self._has_kept = False
+    def _most_tokens(self, micro_batches: Sequence[TokenBatch]) -> int:
+        return max(map(self._built.num_tokens, micro_batches), default=0)
 
     def _embed[Batch: TokenBatch](self, micro_batches: Sequence[Batch]) -> list[_OnItsWay[Batch]]:
         """Embed as many micro-batches, at least one, as have room for their kept hidden states."""
         group: list[_OnItsWay[Batch]] = []
-        groups, free_bytes = self._groups, self._passing.free_bytes()
-        self._begun_bytes = self._passing.allocated_bytes()
-        self._passing.restart_peak()
-        if (work_bytes := groups.expected_bytes(self._tokens)) is None:
-            # A pass takes at most 16 bytes for each of a part's parameters (the cast copy, gradients, the next part).
-            # One layer, or the logits, of a micro-batch get half of the rest; that may be too little.
-            work_bytes = free_bytes - (free_bytes - 4 * self._largest_bytes) // 2
-        limit_bytes = free_bytes - work_bytes
-        if groups.most_bytes is not None:
-            limit_bytes = min(limit_bytes, groups.most_bytes)
-        if groups is self._training and self._activations is not None:
-            micro_batches = micro_batches[:1]  # host memory holds the layer inputs of one micro-batch
-        kept_bytes = tokens = 0
+        self._sizes.begin_group()
         with self._present(0, following=1):
             for micro_batch in micro_batches:
                 num_tokens = self._built.num_tokens(micro_batch)
-                if group and kept_bytes + kept_bytes * num_tokens // tokens > limit_bytes:
+                if not self._sizes.has_room(num_tokens):
                     break
                 group.append(self._embedded(micro_batch))
                 given = group[-1].given
-                kept_bytes += groups.num_kept * given.hidden.nbytes + given.others_bytes()
-                tokens += num_tokens
-                self._kept_bytes, self._num_together = kept_bytes, len(group)
+                self._sizes.add(num_tokens, given.hidden.nbytes, given.others_bytes())
         return group
-
-    def _learn(self) -> None:
-        """Record the memory that the present group needed, which limits the size of the next groups.
-
-        Each further micro-batch raises the peak by at most its kept hidden states, wherever in the pass the peak is.
-        """
-        peak_bytes, groups = self._passing.restart_peak(), self._groups
-        if peak_bytes and not self._has_kept:
-            groups.work_bytes = max(peak_bytes - self._begun_bytes - self._kept_bytes, groups.work_bytes or 0)
-            groups.work_tokens = max(self._tokens, groups.work_tokens)
 
     # -- the parts of a pass
 
@@ -452,18 +377,9 @@ class LayerwisePasses:
         """Offload a part's gradients, or keep the part for the update after its last backward (`measures`)."""
         if measures:
             self.norms |= gradient_norms(parameter for _, parameter in self._parts[index].parameters)
-            if self._may_keep and self._keeps(index):
+            if self._sizes.keeps(index):
                 return
         self._passing.has_gradients(index)
-
-    def _keeps(self, index: int) -> bool:
-        """Keep a part for the update if the rest of the pass has room; return whether it was kept."""
-        self._learn()
-        work_bytes = self._training.expected_bytes(self._tokens)
-        if work_bytes is None or not self._passing.keep(index, work_bytes):
-            return False
-        self._has_kept = True
-        return True
 
 
 def _with_graph(scores: Iterable[Tensor | None]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Teacher on the Megatron backend: a model that is not trained, split over the ranks like the policy."""
+"""A teacher on the Megatron backend: a model that is never trained, split over the ranks like the policy."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Imports Megatron-Bridge with or without Transformer Engine.
+"""Imports Transformer Engine and Megatron-Bridge, and says what is missing, before Ray starts and in each worker.
 
-At import, Bridge 0.6.2 needs Transformer Engine only for the class bodies of one LoRA module. If it is missing, a
-placeholder is in `sys.modules` while that module's body runs. It is removed afterwards, or Megatron-core would assume
+Transformer Engine's extension is built for one release of torch; with another release its import fails on a missing
+symbol. At import, Bridge 0.6.2 needs Transformer Engine only for the class bodies of one LoRA module. If it is missing,
+a placeholder is in `sys.modules` while that module's body runs. It is removed afterwards, or Megatron-core would assume
 that Transformer Engine is installed.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,10 +20,15 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from nemo_offload_rl.errors import UserError
+from nemo_offload_rl.keys.megatron import MegatronConfig
+from nemo_offload_rl.keys.worker import PolicySettings
 
 logger = logging.getLogger(__name__)
 
+MODULE = "transformer_engine.pytorch"
 _NEEDS_ENGINE = "megatron.bridge.peft.lora_layers"
 # Imports of that module, loaded first, since they must not see the placeholder.
 _LOADED_BEFORE = (
@@ -30,6 +37,66 @@ _LOADED_BEFORE = (
     "megatron.bridge.peft.lora_merge",
 )
 _ENGINE = "transformer_engine"
+
+
+def check_engine(settings: PolicySettings) -> None:
+    """Refuse a Megatron run that needs Transformer Engine if it is missing or cannot be imported.
+
+    The import is tried in a separate process, since it may take GPU memory, and only on a machine with a GPU, since a
+    cluster's driver may have none.
+
+    Raises:
+        UserError: Transformer Engine is missing or cannot be imported; the message says what to install.
+    """
+    if not _is_asked_for(settings):
+        return
+    problem = import_problem() if not has_transformer_engine() or torch.cuda.device_count() else None
+    if problem is not None:
+        raise UserError(_message(problem))
+
+
+def import_problem() -> str | None:
+    """Return the reason why Transformer Engine cannot be imported here, or None."""
+    if not has_transformer_engine():
+        return "it is not installed"
+    done = subprocess.run([sys.executable, "-c", f"import {MODULE}"], capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return None
+    return f"its import fails ({(done.stderr.strip().splitlines() or [f'status {done.returncode}'])[-1]})"
+
+
+def load_engine(settings: PolicySettings) -> None:
+    """Import Transformer Engine in this worker before megatron-core, which imports it wherever it is installed.
+
+    Raises:
+        UserError: It is missing, or built for another torch.
+    """
+    if not _is_asked_for(settings):
+        return
+    try:
+        importlib.import_module(MODULE)
+    except (ImportError, OSError) as error:
+        raise UserError(_message(f"its import fails ({' '.join(str(error).split())})")) from error
+
+
+def _is_asked_for(settings: PolicySettings) -> bool:
+    """Return whether the run imports Transformer Engine: megatron-core does so if it is installed, needed or not."""
+    cfg = settings.backend
+    if not isinstance(cfg, MegatronConfig):
+        return False
+    return cfg.transformer_impl == "transformer_engine" or has_transformer_engine()
+
+
+def has_transformer_engine() -> bool:
+    """Return whether Transformer Engine is installed, without importing it."""
+    return importlib.util.find_spec(_ENGINE) is not None
+
+
+def _message(problem: str) -> str:
+    return (
+        f"The Megatron backend cannot use Transformer Engine: {problem}; install it for torch {torch.__version__} by "
+        "`make setup-gpu` (or, if it is not installed, set policy.megatron_cfg.transformer_impl=local)"
+    )
 
 
 class _Placeholder(ModuleType):
@@ -73,11 +140,6 @@ class _Finder(MetaPathFinder):
         if spec is not None and spec.loader is not None:
             spec.loader = _LoaderWithPlaceholder(spec.loader)
         return spec
-
-
-def has_transformer_engine() -> bool:
-    """Return whether Transformer Engine is installed, without importing it."""
-    return importlib.util.find_spec(_ENGINE) is not None
 
 
 @contextmanager

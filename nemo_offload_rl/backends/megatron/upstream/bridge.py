@@ -1,7 +1,12 @@
-"""Corrections to Megatron-Bridge 0.6.2's settings of some families, applied before a model is built."""
+"""Completes Megatron-Bridge 0.6.2: settings of some families, and names of parameters that it does not map.
+
+All bridges map the experts of Transformer Engine's grouped layers, but only some map those of Megatron-core's local
+layers, which have one module for each expert. Qwen3-MoE's bridge lacks dense layers between layers with experts.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial, wraps
 from typing import Any
 
@@ -9,6 +14,9 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.attention import SelfAttention
 
 from nemo_offload_rl.backends.megatron.upstream.local_layers import local_block
+
+_DENSE = "decoder.layers.*.mlp.linear_fc"
+_GROUPED, _LOCAL = ".mlp.experts.linear_", ".mlp.experts.local_experts.*.linear_"
 
 
 def complete_provider(provider: Any, hf_config: Any) -> None:
@@ -77,3 +85,56 @@ def _set_latent_attention(provider: Any, hf_config: Any) -> None:
     provider.rotary_scaling_factor = rope.get("factor") or 1.0
     provider.mscale_all_dim = rope.get("mscale_all_dim") or 0.0
     provider.num_query_groups = provider.num_attention_heads
+
+
+def complete_bridge(auto_bridge: Any) -> Any:
+    """Return a subclass of Megatron-Bridge's `AutoBridge` that also converts this module's parameters."""
+
+    class CompleteBridge(auto_bridge):
+        @property
+        def _model_bridge(self) -> Any:
+            bridge = super()._model_bridge
+            own_registry = bridge.mapping_registry
+
+            def mapping_registry() -> Any:
+                registry = own_registry()
+                return type(registry)(*registry.mappings, *_missing(registry.mappings))
+
+            bridge.mapping_registry = mapping_registry
+            return bridge
+
+    return CompleteBridge
+
+
+def _missing(mappings: list[Any]) -> Iterator[Any]:
+    known = {mapping.megatron_param for mapping in mappings}
+    for mapping in mappings:
+        name = mapping.megatron_param
+        if _GROUPED in name and name.endswith("*"):
+            local = name.replace(_GROUPED, _LOCAL).removesuffix("*")
+            if local not in known:
+                yield _renamed(mapping, local)
+    if any(_GROUPED in name for name in known) and _DENSE + "1.weight" not in known:
+        yield from _dense_layers()
+
+
+def _dense_layers() -> Iterator[Any]:
+    from megatron.bridge.models.conversion.param_mapping import AutoMapping, GatedMLPMapping
+
+    place = "model.layers.*"
+    gate, up = (f"{place}.mlp.{name}_proj.weight" for name in ("gate", "up"))
+    yield GatedMLPMapping(f"{_DENSE}1.weight", gate=gate, up=up)
+    yield AutoMapping(f"{_DENSE}2.weight", f"{place}.mlp.down_proj.weight")
+    yield AutoMapping(f"{_DENSE}1.layer_norm_weight", f"{place}.post_attention_layernorm.weight")
+
+
+def _renamed(mapping: Any, name: str) -> Any:
+    from megatron.bridge.models.conversion.param_mapping import AutoMapping, GatedMLPMapping
+
+    kind: Any = type(mapping)
+    if issubclass(kind, GatedMLPMapping):
+        return kind(name, **mapping.hf_param)
+    if not issubclass(kind, AutoMapping):
+        raise TypeError(f"{mapping} of {mapping.megatron_param} is no mapping of one tensor or of two halves")
+    options = [mapping.transpose_on_export] if hasattr(mapping, "transpose_on_export") else []
+    return kind(name, mapping.hf_param, mapping.permute_dims, *options)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from nemo_offload_rl.backends.dtensor.built import BuiltModel
-from nemo_offload_rl.backends.dtensor.layout import ModelRows
+from nemo_offload_rl.backends.dtensor.model import ModelRows
 from nemo_offload_rl.backends.dtensor.parallel import cast_inputs
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.protocols.scoring import Reader
@@ -47,11 +47,7 @@ class LayerInputs:
 
 
 class SteppedModel:
-    """Runs the model's forward one layer at a time.
-
-    Args:
-        built: The model.
-    """
+    """Runs the model's forward one layer at a time."""
 
     def __init__(self, built: BuiltModel) -> None:
         self._module = built.module
@@ -84,10 +80,6 @@ class SteppedModel:
     def embed(self, input_ids_BS: Tensor, rows: ModelRows) -> LayerInputs:
         """Compute the inputs of the first layer.
 
-        Args:
-            input_ids_BS: As for `LogprobModel`.
-            rows: As for `LogprobModel`.
-
         Raises:
             ConfigError: Layers cannot run one by one.
         """
@@ -99,7 +91,7 @@ class SteppedModel:
             if index != len(others) or given is not hidden[0]:
                 raise unsuited("it computes something between its layers")
             if not all(_is_plain(value) for value in (*args, *kwargs.values())):
-                raise unsuited("its layers hand on more than hidden states")
+                raise unsuited("its layers pass on more than hidden states")
             others.append((args, kwargs))
             return given
 
@@ -157,7 +149,7 @@ class _StandIn(nn.Module):
 def unsuited(reason: str) -> ConfigError:
     """Make the error that refuses a model whose layers cannot run one by one."""
     return ConfigError(
-        f"policy.dtensor_cfg.cpu_offload is true, but the model does not run layer by layer: {reason}; set it to false"
+        f"policy.dtensor_cfg.cpu_offload is true, but the model cannot run layer by layer: {reason}; set it to false"
     )
 
 
