@@ -175,7 +175,11 @@ class CheckpointingConfig:
         doc("Also save the optimizer. Without it, a checkpoint can be used, but training cannot resume from it."),
     ] = True
     save_consolidated: Annotated[
-        bool, doc("Also write a Hugging Face folder `hf` to each checkpoint, which transformers and vLLM can load.")
+        bool,
+        doc(
+            "Also write a Hugging Face folder `hf` to each checkpoint, which transformers and vLLM can load; with "
+            "low-rank adapters also `hf/adapter`, which peft can load."
+        ),
     ] = False
     async_save: Annotated[
         bool,

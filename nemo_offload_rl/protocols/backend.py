@@ -270,7 +270,10 @@ class PolicyBackend(Protocol):
         ...
 
     def export_hf(self, path: Path) -> None:
-        """Write a folder that `transformers` and vLLM can load; every rank calls it, rank 0 writes."""
+        """Write a folder that `transformers` and vLLM can load; every rank calls it, rank 0 writes.
+
+        With low-rank adapters, their weights are merged, and the folder `adapter` in it has them alone, for `peft`.
+        """
         ...
 
     def close(self) -> None:

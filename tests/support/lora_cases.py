@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from peft import PeftModel
 from policy_cases import ONE_RANK, full, full_params, is_megatron, make_settings, worker_of
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from nemo_offload_rl.keys.worker import PolicySettings
 from nemo_offload_rl.policy.worker import PolicyWorker
@@ -54,6 +58,15 @@ def values_of(worker: PolicyWorker) -> dict[str, Tensor]:
     (chunk,) = worker._backend._chunks
     with worker.residency.checkpoint_view():
         return {name: full(parameter) for name, parameter in chunk.module.named_parameters()}
+
+
+def merged_by_peft(model: Path, adapter: Path, base_dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Weights of a model, rounded to `base_dtype`, with the exported adapters, loaded and merged by peft in float32."""
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=base_dtype).float()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of missing keys
+        loaded = PeftModel.from_pretrained(base, adapter)
+    return {name: value.detach() for name, value in loaded.merge_and_unload().named_parameters()}
 
 
 def adapters_of(worker: PolicyWorker) -> dict[str, Tensor]:

@@ -356,10 +356,11 @@ class DTensorBackend:
         return checkpoint.DTensorState(self._parameters, self._parts, self._optimizer, self._schedule, model_parts)
 
     def export_hf(self, path: Path) -> None:
-        """Write a folder that `transformers` and vLLM load."""
+        """Write a folder that `transformers` and vLLM load; see `PolicyBackend`."""
         dtypes = {spec.name: spec.dtype for spec in self.weight_specs()}
         weights = ((name, weight.to(dtypes[name])) for name, weight in self.named_weights())
-        export_hf_folder(path, weights, self._built.config, self._settings)
+        adapters = None if self._lora is None else self._lora.adapters()
+        export_hf_folder(path, weights, self._built.config, self._settings, adapters)
 
     def close(self) -> None:
         """Free the activations' host memory, and destroy the process group if this backend made it."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from nemo_offload_rl.backends.dtensor.parallel import full_tensor
+from nemo_offload_rl.backends.hf.export import Adapters
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.dtensor import DTensorLoraConfig
 
@@ -150,6 +151,7 @@ class LoraWeights:
         self.trainable = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
         self.base = [(name, parameter) for name, parameter in parameters if not parameter.requires_grad]
         self._by_name: dict[str, nn.Parameter] = dict(parameters)
+        self._settings = settings
         self._scaling = settings.alpha / settings.dim
 
     def named_base(self) -> list[tuple[str, nn.Parameter]]:
@@ -159,6 +161,13 @@ class LoraWeights:
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """Return names and shapes of the merged weights."""
         return [(name, tuple(parameter.shape)) for name, parameter in self.named_base()]
+
+    def adapters(self) -> Adapters:
+        """Return the adapters for an export; their weights are a collective."""
+        weights = (
+            (name.replace(f".{_ADAPTER}.", "."), full_tensor(one, torch.float32)) for name, one in self.trainable
+        )
+        return Adapters(weights, self._settings.dim, self._settings.alpha, self._settings.dropout)
 
     def merged(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield full merged weights, by their names without adapters; a collective."""

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ from nemo_offload_rl.keys.worker import PolicySettings
 from nemo_offload_rl.models.rope import has_rotary_base, older_rope_keys, with_published_factor
 from nemo_offload_rl.protocols.backend import COMPUTE_DTYPES
 from nemo_offload_rl.utils.liveness import show_progress
+
+ADAPTER = "adapter"
+"""Name of the folder with a model's adapters, in the folder of the merged model."""
 
 MAX_FILE_BYTES = 5 * 10**9  # of one file of an export, as in the hub's own writer
 _TEMPLATE_FILE, _TEMPLATES_FOLDER = "chat_template.jinja", "additional_chat_templates"
@@ -63,7 +67,30 @@ def load_config(model_name: str, overrides: Mapping[str, Any]) -> Any:
     return config
 
 
-def export_hf_folder(path: Path, weights: Iterable[tuple[str, Tensor]], config: Any, settings: PolicySettings) -> None:
+@dataclass(frozen=True)
+class Adapters:
+    """Low-rank adapters to export.
+
+    Attributes:
+        weights: `LAYER.lora_A.weight` [rank, in] and `LAYER.lora_B.weight` [out, rank]; every rank iterates.
+        dim: The rank.
+        alpha: The product of both is scaled by alpha / dim.
+        dropout: Dropout probability in training.
+    """
+
+    weights: Iterable[tuple[str, Tensor]]
+    dim: int
+    alpha: int
+    dropout: float
+
+
+def export_hf_folder(
+    path: Path,
+    weights: Iterable[tuple[str, Tensor]],
+    config: Any,
+    settings: PolicySettings,
+    adapters: Adapters | None = None,
+) -> None:
     """Write config, weights and tokenizer of the run; every rank calls it, rank 0 writes.
 
     Rank 0 holds at most one file's weights in host memory.
@@ -73,6 +100,7 @@ def export_hf_folder(path: Path, weights: Iterable[tuple[str, Tensor]], config: 
         weights: Full tensors by Hugging Face name, in the type to write, experts stacked or not; every rank iterates.
         config: The model's Hugging Face config.
         settings: Model, tokenizer, and the precision for config.json.
+        adapters: Adapters, which `weights` have merged, to write in peft's format to the folder `adapter`.
     """
     dtype = COMPUTE_DTYPES[settings.precision]
     is_writer, hub = dist.get_rank() == 0, HubNames(config.model_type)
@@ -88,6 +116,34 @@ def export_hf_folder(path: Path, weights: Iterable[tuple[str, Tensor]], config: 
             if (generation := find_file(settings.model_name, "generation_config.json")) is not None:
                 shutil.copyfile(generation, folder / generation.name)
             export_tokenizer(settings.tokenizer, folder)
+        if adapters is not None:
+            held = {name: value.to("cpu", copy=True).contiguous() for name, value in adapters.weights if is_writer}
+            if is_writer:
+                _export_adapters(folder / ADAPTER, held, adapters, files.names, settings.model_name)
+
+
+def _export_adapters(
+    folder: Path, weights: Mapping[str, Tensor], adapters: Adapters, model_weights: Iterable[str], model_name: str
+) -> None:
+    """Write adapters as `peft.PeftModel.from_pretrained` and vLLM read them."""
+    from peft import LoraConfig
+
+    adapted = {name.removesuffix(".lora_A.weight") for name in weights if name.endswith(".lora_A.weight")}
+    last_names = {name.rpartition(".")[2] for name in adapted}
+    layers = {name.removesuffix(".weight") for name in model_weights}
+    others = {layer for layer in layers - adapted if layer.rpartition(".")[2] in last_names}
+    config = LoraConfig(
+        r=adapters.dim,
+        lora_alpha=adapters.alpha,
+        lora_dropout=adapters.dropout,
+        target_modules=sorted(adapted if others else last_names),
+        base_model_name_or_path=model_name,
+        inference_mode=True,
+        task_type="CAUSAL_LM",
+    )
+    folder.mkdir()
+    config.save_pretrained(str(folder))
+    _save({f"base_model.model.{name}": value for name, value in weights.items()}, folder / "adapter_model.safetensors")
 
 
 def export_config(config: Any, dtype: torch.dtype, weights: Iterable[str], folder: Path) -> None:
@@ -157,15 +213,19 @@ class _WeightWriter:
     def _write(self) -> None:
         show_progress()
         path = self._unnamed(len(self._names))
-        path.touch()
-        mode = path.stat().st_mode
-        save_file(self._tensors, path, metadata={"format": "pt"})
-        path.chmod(mode)  # safetensors renames a temporary file that only its owner may read
+        _save(self._tensors, path)
         self._names.append(list(self._tensors))
         self._tensors = {}
 
     def _unnamed(self, index: int) -> Path:
         return self._folder / f"{index}.safetensors"
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(mode)  # safetensors renames a temporary file that only its owner may read
 
 
 def export_tokenizer(settings: TokenizerConfig, folder: Path) -> None:

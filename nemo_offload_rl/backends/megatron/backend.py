@@ -28,6 +28,7 @@ from nemo_offload_rl.backends.megatron.activation_offload import (
 )
 from nemo_offload_rl.backends.megatron.checkpoint import MegatronState
 from nemo_offload_rl.backends.megatron.folder_match import check_shapes
+from nemo_offload_rl.backends.megatron.lora import exported_adapters
 from nemo_offload_rl.backends.megatron.model import build_model
 from nemo_offload_rl.backends.megatron.optimizer_spec import optimizer_spec
 from nemo_offload_rl.backends.megatron.passes import Passes, keep_scores, losses_of, on_cpu
@@ -294,8 +295,10 @@ class MegatronBackend:
         )
 
     def export_hf(self, path: Path) -> None:
-        """Write a folder that `transformers` and vLLM can load."""
-        export_hf_folder(path, self.named_weights(), self._model.hf_config, self._settings)
+        """See `PolicyBackend`."""
+        peft = self._cfg.peft
+        adapters = exported_adapters(self._model.bridge, list(self._chunks), peft) if peft.enabled else None
+        export_hf_folder(path, self.named_weights(), self._model.hf_config, self._settings, adapters)
 
     def _release_device_memory(self) -> None:
         """Free the state's GPU memory even where references to its tensors remain: Megatron's hooks form cycles."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nemo_offload_rl.backends.hf.export import Adapters
 from nemo_offload_rl.backends.megatron.supported import PEFT
 from nemo_offload_rl.backends.megatron.upstream.imports import import_lora
 from nemo_offload_rl.errors import ConfigError
@@ -60,6 +61,13 @@ def add_adapters(chunks: list[nn.Module], settings: MegatronLoraConfig, seed: in
         for chunk in chunks:
             _require_input_gradients(chunk)
     return chunks
+
+
+def exported_adapters(bridge: Any, chunks: list[nn.Module], settings: MegatronLoraConfig) -> Adapters:
+    """Return the adapters for an export; their weights are a collective."""
+    exported = bridge.export_adapter_weights(chunks, cpu=False, show_progress=False)
+    weights = ((name, value.detach()) for name, value in exported)
+    return Adapters(weights, settings.dim, settings.alpha, settings.dropout)
 
 
 def _require_input_gradients(chunk: Any) -> None:

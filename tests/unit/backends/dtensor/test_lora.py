@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from closeness import assert_close
-from lora_cases import ALPHA, DIM, lora_settings, lora_worker
+from lora_cases import ALPHA, DIM, lora_settings, lora_worker, merged_by_peft
 from peft import LoraConfig, get_peft_model
 from policy_cases import NLL, assert_equal, full, full_params, make_batch, save_family
 from resume_cases import train_steps, weights_of
@@ -59,6 +59,7 @@ def test_merged_weights_are_pefts_bit_by_bit_in_a_refit_and_an_export(folder, tm
         assert_equal(sent, {name: value.detach() for name, value in merged.items()})
         assert [spec.name for spec in worker._backend.weight_specs()] == list(sent)
         worker.export_hf(tmp_path / "hf")
+    assert_equal(merged_by_peft(folder, tmp_path / "hf/adapter"), sent)
     stored = load_file(folder / "model.safetensors")
     assert_equal(load_file(tmp_path / "hf" / "model.safetensors"), sent)
     assert sent.keys() == stored.keys()
@@ -66,11 +67,13 @@ def test_merged_weights_are_pefts_bit_by_bit_in_a_refit_and_an_export(folder, tm
     assert changed == {name for name in sent if "_proj" in name}
 
 
-def test_an_output_layer_with_adapters_is_merged_as_pefts(untied):
+def test_an_output_layer_with_adapters_is_merged_as_pefts(untied, tmp_path):
     with make_worker(untied, lora=WITH_OUTPUT) as worker:
         train_steps(worker, 1, 3)
         sent = weights_of(worker)
         merged = dict(peft_model(untied, worker, OF_PEFT).merge_and_unload().named_parameters())
+        worker.export_hf(tmp_path / "hf")
+    assert_equal(merged_by_peft(untied, tmp_path / "hf/adapter"), sent)
     assert_equal(sent, {name: value.detach() for name, value in merged.items()})
     stored = load_file(untied / "model.safetensors")
     changed = {name.rpartition(".weight")[0].rpartition(".")[2] for name in sent if (sent[name] != stored[name]).any()}

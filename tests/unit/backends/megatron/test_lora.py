@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from closeness import assert_close
-from lora_cases import ALPHA, BFLOAT16, DIM, lora_settings, lora_worker, values_of
+from lora_cases import ALPHA, BFLOAT16, DIM, lora_settings, lora_worker, merged_by_peft, values_of
 from policy_cases import NLL, assert_equal, hf_logprobs, make_batch, save_family
 from resume_cases import train_steps, weights_of
 from safetensors.torch import load_file
@@ -61,6 +61,9 @@ def test_merged_weights_are_those_of_a_plain_merge_bit_by_bit_in_a_refit_and_an_
         assert_equal(sent, weights_of(worker))
     assert [spec.name for spec in specs] == list(sent)
     assert_equal(load_file(tmp_path / "hf" / "model.safetensors"), sent)
+    (dtype,) = {value.dtype for value in sent.values()}
+    by_peft = merged_by_peft(folder, tmp_path / "hf/adapter", dtype)
+    assert_equal({name: value.to(dtype) for name, value in by_peft.items()}, sent)
     assert sent.keys() == load_file(folder / "model.safetensors").keys()
     assert {name for name in sent if not torch.equal(sent[name], before[name])} == {n for n in sent if "_proj" in n}
 
