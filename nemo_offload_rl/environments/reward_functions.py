@@ -80,12 +80,14 @@ class RewardFunctions:
         return _MOST_AT_ONCE if all(part.is_async for part in self.parts) else 1
 
     def check(self) -> None:
-        """Refuse functions with a parameter that the rows cannot fill.
+        """Refuse models, and functions with a parameter that the rows cannot fill.
 
         Raises:
-            UserCodeError: A function has such a parameter.
+            UserCodeError: One is refused.
         """
         for part in self.parts:
+            if hasattr(part.value, "forward"):
+                raise UserCodeError(f"{part.label}: it is a model; call it inside a function of yours, and name that")
             is_of_batch = takes_batches([part], self.columns)
             given = _GIVEN_TO_BATCH if is_of_batch else _GIVEN
             part.check_named(

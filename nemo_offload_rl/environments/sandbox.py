@@ -175,14 +175,14 @@ def _wait_until_confined(process: subprocess.Popen[bytes], control: int) -> None
                     printed = (printed + some)[-_MAX_START_OUTPUT_BYTES:]
             if time.monotonic() > deadline:
                 raise SandboxError(
-                    f"an interpreter for code of a model had not started after {_START_S:.0f} s: the machine is "
+                    f"the interpreter for a model's code did not start within {_START_S:.0f} s: the machine is "
                     "overloaded; lower num_workers of the environment"
                 )
     if not report:
         status = process.wait()
         lines = (printed + _rest_of(stdout)).decode(errors="replace").strip().splitlines()
         last = (lines or [f"exit status {status}"])[-1]
-        raise SandboxError(f"code of a model cannot be run ({last}); correct `modules`, or raise `memory_mib`")
+        raise SandboxError(f"a model's code cannot be run ({last}); correct `modules`, or raise `memory_mib`")
     _rest_of(stdout)  # printed by modules, not by the code
     told = json.loads(report)
     if "refused" in told:
@@ -201,7 +201,7 @@ def _check_record(pid: int) -> None:
     try:
         lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
-        raise SandboxError(f"/proc/{pid}/status cannot be read, so code of a model is not run; mount /proc") from error
+        raise SandboxError(f"/proc/{pid}/status cannot be read, so a model's code is not run; mount /proc") from error
     record = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
     found = {name: record.get(name, "nothing") for name in _CONFINED}
     if found != _CONFINED:

@@ -50,6 +50,12 @@ def load_code(
                 f"+env.{name}.num_workers=2"
             )
         values = value if isinstance(value, list | tuple) else [value]
+        weights = settings[name].weights
+        if weights is not None and len(weights) != len(values):
+            raise ConfigError(
+                f"env.{name}.weights has {len(weights)} numbers, but environments[{name!r}] has {len(values)} "
+                "functions; write one weight for each"
+            )
         code[name] = [UserCode(f"environments[{name!r}]", one) for one in values]
     for name, section in settings.items():
         if name in code:
@@ -63,7 +69,7 @@ def load_code(
         elif name not in BUILT_IN:
             raise ConfigError(
                 f"env.{name} is not an environment of this package ({', '.join(BUILT_IN)}); set env.{name}.target to "
-                "your own, or correct the name"
+                "your own code, or correct the name"
             )
     return code
 
@@ -130,13 +136,13 @@ def _check_agent(name: str, section: EnvConfig, *, has_endpoint: bool) -> None:
     key = f"env.{name}"
     if not has_endpoint:
         raise ConfigError(
-            f"{key}.target is an agent (it has a method run), and the engines serve nothing that it could talk to; set "
+            f"{key}.target is an agent (it has a method run), which needs the engines' HTTP server; set "
             "policy.generation.vllm_cfg.expose_http_server and async_engine to true"
         )
     given = "retry_message" if section.retry_message is not None else "weights" if section.weights is not None else None
     if given is not None:
         raise ConfigError(
-            f"{key}.{given} is set, but {key}.target is an agent, which has no use for it; set it to null"
+            f"{key}.{given} is set, but {key}.target is an agent, and agents do not use it; set it to null"
         )
 
 
@@ -155,14 +161,14 @@ def _check_references(
         lost = [one for one in references if one not in blank and matching.isdisjoint(accepted(one))]
         if len(blank) + len(lost) == len(references) and (needs_answers or lost):
             raise DataError(
-                f"data set {data_set}: env.{name} can judge no response right, because not one of {len(references)} "
-                f"answers equals itself there, such as {references[0]!r:.80}; name the field with the answers "
-                "(output_key), or set env_name to another environment"
+                f"data set {data_set}: env.{name} would judge every response wrong, because not one of "
+                f"{len(references)} answers equals itself, such as {references[0]!r:.80}; name the field with the "
+                "answers (output_key), or set env_name to another environment"
             )
         texts = [one for one in references if environment.compares_text and any(map(_SPELLINGS.search, accepted(one)))]
         for found, fact in (
             (blank, "are blank, so no response to these prompts can be right"),
-            (lost, "do not even equal themselves, so no response to these prompts can be right"),
+            (lost, "do not equal themselves, so no response to these prompts can be right"),
             (texts, "are compared as text, so the same number in another spelling is wrong"),
         ):
             if found:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ def test_examples_of_every_part_work_together_in_one_run(start, clone, read_metr
 
 
 def test_the_script_of_the_guide_runs_as_it_is_written(start, clone, read_metrics):
-    done = start("documented_script.py")
+    done = start("documented_script.py", "python.md")
     assert done.status == 0, done.stderr
     metrics = read_metrics(clone / "runs/own/python")
     *_, result, shown = done.stdout.splitlines()
@@ -109,6 +110,32 @@ def test_the_script_of_the_guide_runs_as_it_is_written(start, clone, read_metric
     rewards = ast.literal_eval(shown)
     assert rewards == [metrics[step]["train/reward_mean"] for step in (1, 2)]
     assert rewards[0] > 0
+
+
+def test_the_script_that_was_trls_runs_as_the_guide_has_it(start, clone, read_metrics):
+    done = start(
+        "documented_script.py", "from-trl.md",
+        "policy.model_name=runs/own/model", "policy.precision=float32", "policy.max_total_sequence_length=32",
+        "policy.train_micro_batch_size=64", "policy.generation.max_new_tokens=8", "data.max_input_seq_length=16",
+        "policy.generation.vllm_cfg.kv_cache_memory_gib=0.125", "policy.generation.vllm_cfg.enforce_eager=true",
+        "policy.refit_buffer_size_gib=0.0625", "policy.use_pinned_optimizer_offload=false", "cluster.gpus_per_node=0",
+        "grpo.max_num_steps=2", "grpo.log_rollouts=true", "checkpointing.save_period=2",
+    )  # fmt: skip
+    assert done.status == 0, done.stderr
+    metrics = read_metrics(clone / "runs/sums")
+    for step in (1, 2):
+        records = lines_of(clone / f"runs/sums/rollouts/step_{step}.jsonl")
+        assert len(records) == 64
+        for record in records:
+            text, parts = record["response"], record["reward_parts"]
+            total = sum(map(int, re.findall(r"\d", record["prompt"])))
+            assert parts["right"] == (float(text.strip() == str(total)) if total < 10 else None)
+            assert parts["even"] == sum(character in "02468" for character in text) / max(len(text), 1)
+            assert record["reward"] == pytest.approx((parts["right"] or 0.0) + 0.5 * parts["even"])
+        assert metrics[step]["train/reward_extra/longest"] == max(len(record["response"]) for record in records)
+    hf = clone / "runs/sums/checkpoints/step_2/hf"
+    assert json.loads((hf / "adapter/adapter_config.json").read_text())["r"] == 16
+    assert (hf / "model.safetensors").is_file() and (hf / "adapter/adapter_model.safetensors").is_file()
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ LIMITS = {
     "imports upward": 0,
     "circles of modules": 0,
     "modules": 294,
-    "lines": 51597,
+    "lines": 51608,
     "modules under 60 lines with one importer": 0,
 }
 

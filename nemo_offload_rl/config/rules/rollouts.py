@@ -162,10 +162,13 @@ def every_environment_exists(cfg: RolloutMasterConfig) -> str | None:
 
 
 def weights_belong_to_a_list_of_rewards(cfg: RolloutMasterConfig) -> str | None:
-    """`weights` has a number for each function of a list; `weights` and `kwargs` need a `target`."""
+    """`weights` has a number for each function; `kwargs` needs a `target`."""
     for name, section in cfg.env.items():
-        if section.target is None and (section.weights is not None or section.kwargs is not None):
-            key = "weights" if section.weights is not None else "kwargs"
+        has_weights = section.weights is not None
+        if section.target is None and has_weights and section.kwargs is None and name not in BUILT_IN:
+            continue  # functions that Python gives; `load_code` counts them
+        if section.target is None and (has_weights or section.kwargs is not None):
+            key = "weights" if has_weights else "kwargs"
             return f"env.{name}.{key} is set, but env.{name}.target, which it is for, is not; set it, or {key} to null"
         targets = (section.target,) if isinstance(section.target, str) else section.target or ()
         if section.target == ():

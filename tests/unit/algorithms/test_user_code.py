@@ -14,8 +14,9 @@ from nemo_offload_rl.algorithms.losses import ClippedPGLoss
 from nemo_offload_rl.algorithms.user_code import GrpoCode, UserLoss, example_batch
 from nemo_offload_rl.data.batch import LossNorm, PolicyGradientBatch
 from nemo_offload_rl.environments.interfaces import Observation, Response, Score, Unscored
-from nemo_offload_rl.errors import UserCodeError
+from nemo_offload_rl.errors import ConfigError, UserCodeError
 from nemo_offload_rl.experience.types import Rollout, RolloutBatch, Segment
+from nemo_offload_rl.keys.data import EnvConfig
 from nemo_offload_rl.runs.environments import load_code
 from nemo_offload_rl.runs.loading import load_grpo_config
 from nemo_offload_rl.targets import UserCode
@@ -146,6 +147,15 @@ def test_a_function_in_the_place_of_a_list_or_a_dictionary_is_told():
         user_sinks(CONFIG.logger, rollouts)
     with pytest.raises(UserCodeError, match="environments is a function; give a dictionary"):
         load_code(CONFIG.env, rollouts)
+
+
+def test_weights_are_as_many_as_the_functions_that_python_gives():
+    env = {"mine": EnvConfig(weights=(1.0, 0.5))}
+    assert len(load_code(env, {"mine": [rollouts, rollouts]})["mine"]) == 2
+    with pytest.raises(ConfigError, match=r"env\.mine\.weights has 2 numbers, but environments\['mine'\] has 1"):
+        load_code(env, {"mine": rollouts})
+    with pytest.raises(ConfigError, match=r"env\.mine is not an environment of this package"):
+        load_code(env)
 
 
 def test_a_filter_keeps_what_it_says_group_by_group():

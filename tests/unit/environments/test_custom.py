@@ -378,6 +378,7 @@ def test_what_a_function_of_a_batch_does_wrong_is_told_in_one_line(function, mes
         (lambda completion, **kwargs: 0.0, "unknown parameter completion; did you mean completions?"),
         (lambda prompt, completions: [0.0], "unknown parameter prompt; did you mean prompts?"),
         (lambda completions, solution: [0.0], "unknown parameter solution; .* arguments are prompts, completions"),
+        (torch.nn.Linear(1, 1), "it is a model; call it inside a function of yours, and name that"),
     ],
 )
 def test_a_parameter_of_the_other_kind_of_function_is_told_with_the_nearest_name(function, message):

@@ -113,7 +113,7 @@ def test_a_user_who_is_not_root_and_has_limits_already_can_confine_code_too():
 
 def test_an_interpreter_that_does_not_start_is_told(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(SandboxError, match=r"code of a model cannot be run \(exit status 1\)"):
+    with pytest.raises(SandboxError, match=r"a model's code cannot be run \(exit status 1\)"):
         run_python("1" * 1_000_000)
 
 
