@@ -107,8 +107,8 @@ def read_host_limits(proc: Path = PROC) -> tuple[HostLimit, ...]:
         proc: Folder of the kernel's files.
     """
     machine = _machine_id(proc)
-    available, total = (meminfo_bytes(name, proc) for name in ("MemAvailable", "MemTotal"))
-    limits = [HostLimit(f"{machine} memory", "MemAvailable", available, total)]
+    available, total = (meminfo_bytes(name, proc) for name in (_MACHINE, "MemTotal"))
+    limits = [HostLimit(f"{machine} memory", _MACHINE, available, total)]
     for folder in _cgroup_folders(proc):
         for maximum, current, cache in _CGROUP_FILES:
             limit, used = _read_number(folder / maximum), _read_number(folder / current)
