@@ -21,9 +21,9 @@ from nemo_offload_rl.residency.host.arena import HostArena, HostMirror
 from nemo_offload_rl.residency.state.frozen_copy import FrozenCopy
 from nemo_offload_rl.residency.state.group_set import GroupSet, Records, device_bytes
 from nemo_offload_rl.residency.state.group_state import GroupState, LayerWaits
-from nemo_offload_rl.residency.state.snapshot import Snapshots
 from nemo_offload_rl.residency.streams.passing import PassingParts
 from nemo_offload_rl.residency.streams.prefetch import Prefetcher
+from nemo_offload_rl.residency.streams.snapshot import Snapshots
 from nemo_offload_rl.residency.streams.stream import Streams
 from nemo_offload_rl.residency.streams.work_memory import PassKind, WorkMemory
 from nemo_offload_rl.residency.table.errors import OpenStepError, ResidencyError

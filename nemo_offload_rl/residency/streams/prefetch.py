@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from nemo_offload_rl.residency.state.group_set import GroupSet, Mover, Records
-from nemo_offload_rl.residency.state.snapshot import Snapshot, Snapshots
+from nemo_offload_rl.residency.streams.snapshot import Snapshot, Snapshots
 from nemo_offload_rl.residency.streams.stream import Bundle, Stream
 from nemo_offload_rl.residency.streams.work_memory import WorkMemory
 from nemo_offload_rl.residency.table.ledger import TransitionReport
