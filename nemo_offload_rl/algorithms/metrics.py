@@ -166,7 +166,7 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
     prompt_lengths = batch.prompt_lengths().float()
     return {
         **_score_metrics(batch),
-        **{f"{why}_rate": share for why, share in unscored_rates(batch.rollouts).items()},
+        **{f"{why}_rate": share for why, share in unscored_rates(batch.unscored()).items()},
         "overlong_prompt_rate": 1.0 - batch.loss_multipliers().mean().item(),
         "mean_prompt_tokens": prompt_lengths.mean().item(),
         "max_prompt_tokens": prompt_lengths.max().item(),

@@ -138,6 +138,10 @@ class RolloutBatch:
         """Number of groups, P."""
         return len(self.rollouts) // self.group_size
 
+    def unscored(self) -> list[str | None]:
+        """Why each rollout has no score; None for those that have one."""
+        return [None if rollout.unscored is None else rollout.unscored.why for rollout in self.rollouts]
+
     def scored(self) -> Tensor:
         """[B] bool: rollouts that have a score."""
         return torch.tensor([rollout.unscored is None for rollout in self.rollouts], dtype=torch.bool)
@@ -250,10 +254,9 @@ class RolloutBatch:
         return collate_samples([*first, *others], pad_id=pad_id, multiple=multiple)
 
 
-def unscored_rates(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """The share of rollouts without a score, by `Unscored.why`."""
-    reasons = [rollout.unscored.why for rollout in rollouts if rollout.unscored is not None]
-    return {why: reasons.count(why) / len(rollouts) for why in ("failed", "timed_out", "no_reward")}
+def unscored_rates(reasons: Sequence[str | None]) -> dict[str, float]:
+    """The share of rollouts without a score, by `Unscored.why`; a reason is None for those that have one."""
+    return {why: reasons.count(why) / len(reasons) for why in ("failed", "timed_out", "no_reward")}
 
 
 def _sequence(prompt: Sequence[int], segments: Sequence[Segment], sample_mask: float) -> SampledSequence:

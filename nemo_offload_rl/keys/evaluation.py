@@ -18,7 +18,7 @@ class EvalSectionConfig:
         doc(
             "pass@k: an unbiased estimate of the probability that at least one of k responses is correct. cons@k: also "
             "the probability that the most frequent answer of k responses is correct; the environment must report the "
-            "answer that it found in a response."
+            "answer that it found in a response. `math` counts equal answers such as 1/2 and 0.5 as one."
         ),
     ] = "pass@k"
     num_tests_per_prompt: Annotated[int, doc("Responses per prompt.", ge=1)] = 1
@@ -33,8 +33,8 @@ class EvalSectionConfig:
     save_path: Annotated[
         str | None,
         doc(
-            "Folder for results.json, responses.jsonl and the page index.html. Earlier files are overwritten; null "
-            "writes nothing."
+            "Folder for results.json, responses.jsonl and the page index.html. Those of a finished evaluation are "
+            "overwritten; an interrupted one goes on. null writes nothing."
         ),
     ] = "runs/eval"
 
@@ -67,7 +67,11 @@ class EvalGenerationConfig:
     ] = None
     stop_strings: Annotated[tuple[str, ...] | None, doc("Strings that end a response.")] = None
     num_prompts_per_step: Annotated[
-        int | None, doc("Prompts to generate for and score at a time; null for all at once.", ge=1)
+        int | None,
+        doc(
+            "Prompts to generate for and score at a time, after which their answers are written; null for all at once.",
+            ge=1,
+        ),
     ] = None
     vllm_cfg: Annotated[VllmConfig, doc("The vLLM engine.")]
     vllm_kwargs: Annotated[dict[str, Any], doc("Further arguments of `vllm.LLM`, as in `policy.generation`.")] = field(

@@ -3,7 +3,8 @@
 1. Configuration, model folder and data are checked before Ray starts.
 2. The engine loads the model's own weights; there is no policy and no refit.
 3. The engine answers batches of prompts: `num_tests_per_prompt` responses to each, and a greedy one with `eval.greedy`.
-4. Results are printed, and written with all responses and an HTML page.
+   The answers are written after each batch; an interrupted evaluation goes on after the last one.
+4. Results are printed, and written with an HTML page.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import combinations, groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from nemo_offload_rl.algorithms.identity import evaluation_identity
 from nemo_offload_rl.algorithms.rollout_log import score_record
 from nemo_offload_rl.backends.hf.model_folder import model_vocab_size
 from nemo_offload_rl.data.datasets import load_prompts
@@ -24,15 +27,26 @@ from nemo_offload_rl.data.records import Prompt
 from nemo_offload_rl.data.tokenizer import check_token_ids, load_tokenizer
 from nemo_offload_rl.environments.agents import AgentEnvironment
 from nemo_offload_rl.environments.interfaces import Environment
+from nemo_offload_rl.environments.math import MathEnvironment, RetryEnvironment
 from nemo_offload_rl.errors import ConfigError, UserError
 from nemo_offload_rl.experience.pass_at_k import cons_at_k, pass_at_k, powers_of_two
 from nemo_offload_rl.experience.rollouts import Decode, Rollouts, Turns
-from nemo_offload_rl.experience.types import Rollout, RolloutBatch, unscored_rates
+from nemo_offload_rl.experience.types import Rollout, unscored_rates
 from nemo_offload_rl.keys.generation import SamplingSettings
 from nemo_offload_rl.keys.master import EvalConfig
 from nemo_offload_rl.protocols.engine import Completion
+from nemo_offload_rl.runs.answers_file import (
+    PAGE_FILE,
+    RESPONSES_FILE,
+    RESULTS_FILE,
+    AnswerRecord,
+    AnswersFile,
+    check_writable,
+    writing,
+)
 from nemo_offload_rl.runs.environments import load_code, open_environments
 from nemo_offload_rl.runs.result import data_line
+from nemo_offload_rl.utils.cli import LastLines
 from nemo_offload_rl.utils.progress import RunProgress, Starting, aligned, shown_path
 from nemo_offload_rl.utils.timer import PhaseTimer
 
@@ -40,44 +54,53 @@ if TYPE_CHECKING:
     from nemo_offload_rl.distributed.generation_engine import RayGenerationEngine
 
 ALL = "all"
-RESULTS_FILE, RESPONSES_FILE, PAGE_FILE = "results.json", "responses.jsonl", "index.html"
 
 type Generate = Callable[[Sequence[Sequence[int]], SamplingSettings, int], list[list[Completion]]]
 type Results = dict[str, dict[str, float | None]]
 """Metrics by data set, and over all prompts under `all`; a metric is None if no response has the score it needs."""
 
 
+type Ballot = tuple[str | None, bool]
+"""The answer that a response votes for, None for none, and whether the response is right."""
+
+
 @dataclass(frozen=True)
 class Evaluation:
-    """Sampled responses in groups of `num_tests_per_prompt`, and greedy ones or None; with `votes` also cons@k."""
+    """The answers to all prompts.
 
-    sampled: RolloutBatch
-    greedy: RolloutBatch | None
-    votes: bool = False
+    Attributes:
+        answers: Lines of responses.jsonl, one prompt after the other.
+        ballots: The votes of the scored sampled responses to each prompt, for cons@k; None for no vote.
+    """
+
+    answers: Sequence[AnswerRecord]
+    ballots: Sequence[Sequence[Ballot]] | None = None
 
     def results(self, k: int) -> Results:
         """Return metrics by data set, and over all data sets if there are several."""
-        names = list(dict.fromkeys(rollout.prompt.data_set for rollout in self.sampled.rollouts))
+        names = list(dict.fromkeys(answer["data_set"] for answer in self.answers))
         found = {name: self._metrics(name, k) for name in names}
         return found if len(names) == 1 else {ALL: self._metrics(None, k), **found}
 
     def _metrics(self, name: str | None, k: int) -> dict[str, float | None]:
-        size = self.sampled.group_size
-        rollouts = _of(self.sampled, name)
-        groups = [_scored(rollouts[start : start + size]) for start in range(0, len(rollouts), size)]
-        correct, scored = [sum(r.correct for r in group) for group in groups], [len(group) for group in groups]
-        ks = sorted({1, k, *powers_of_two(size)})
+        mine = [answer for answer in self.answers if name in (None, answer["data_set"])]
+        sampled, greedy = ([a for a in mine if a["kind"] == kind] for kind in ("sampled", "greedy"))
+        groups = _by_prompt(sampled)
+        scored = [_scored(group) for group in groups.values()]
+        correct, num_scored = [sum(a["correct"] for a in group) for group in scored], [len(group) for group in scored]
+        ks = sorted({1, k, *powers_of_two(max(map(len, groups.values())))})
         metrics: dict[str, float | None] = {"num_prompts": float(len(groups))}
-        metrics |= {f"pass_at_{n}": pass_at_k(correct, scored, n) for n in ks}
-        if self.votes:
-            ballots = [[(rollout.answer, rollout.correct) for rollout in group] for group in groups]
+        metrics |= {f"pass_at_{n}": pass_at_k(correct, num_scored, n) for n in ks}
+        if self.ballots is not None:
+            ballots = [self.ballots[index] for index in groups]
             metrics |= {f"cons_at_{n}": cons_at_k(ballots, n) for n in ks}
-        if self.greedy is not None:
-            metrics["accuracy_greedy"] = _mean([rollout.correct for rollout in _scored(_of(self.greedy, name))])
-        metrics["reward"] = _mean([rollout.reward for rollout in _scored(rollouts)])
-        metrics["truncation_rate"] = _mean([rollout.truncated for rollout in rollouts])
-        metrics["mean_response_tokens"] = _mean([rollout.num_response_tokens for rollout in rollouts])
-        return metrics | {f"{why}_rate": share for why, share in unscored_rates(rollouts).items()}
+        if greedy:
+            metrics["accuracy_greedy"] = _mean([answer["correct"] for answer in _scored(greedy)])
+        metrics["reward"] = _mean([answer["reward"] for answer in _scored(sampled)])
+        metrics["truncation_rate"] = _mean([answer["truncated"] for answer in sampled])
+        metrics["mean_response_tokens"] = _mean([len(answer["token_ids"]) for answer in sampled])
+        rates = unscored_rates([answer["unscored"] for answer in sampled])
+        return metrics | {f"{why}_rate": share for why, share in rates.items()}
 
 
 @contextmanager
@@ -98,21 +121,24 @@ def run_eval(config: EvalConfig) -> Results:
     Raises:
         UserError: The user can fix the cause.
     """
-    if config.eval.save_path is not None:
-        with _writing(Path(config.eval.save_path)) as folder:  # before hours of sampling
-            (folder / RESPONSES_FILE).open("a").close()
+    folder = None if config.eval.save_path is None else Path(config.eval.save_path)
+    if folder is not None:
+        check_writable(folder)  # before hours of sampling
     tokenizer = load_tokenizer(config.tokenizer)
     code = load_code(config.env)
     splits = load_prompts(config.data, tokenizer, config.tokenizer.chat_template_kwargs)
     prompts = splits.validation[: config.eval.max_samples]
     vocab_size = model_vocab_size(config.engine.model_name, config.engine.hf_config_overrides)
     check_token_ids(tokenizer, (prompt.token_ids for prompt in prompts), vocab_size)
+    identity = {} if folder is None else evaluation_identity(config, tokenizer, prompts, code)
+    answers = AnswersFile(folder, identity, config.eval.num_tests_per_prompt + config.eval.greedy)
 
     def decode(token_ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
+    num_left = len(prompts) - answers.num_prompts
     size = config.generation.num_prompts_per_step or len(prompts)
-    progress = RunProgress(math.ceil(len(prompts) / size), unit="batch")
+    progress = RunProgress(math.ceil(num_left / size), unit="batch")
     with ExitStack() as stack:
         environments = stack.enter_context(open_environments(config.env, code, splits))
         scoring = {name: found for name, found in environments.items() if not isinstance(found, AgentEnvironment)}
@@ -122,68 +148,120 @@ def run_eval(config: EvalConfig) -> Results:
                 "environment that scores responses"
             )
         stack.enter_context(progress)
-        folder = config.eval.save_path
         facts = {
             "model": shown_path(config.engine.model_name),
             "data": data_line((prompt.data_set for prompt in prompts), None, "prompts"),
             "results": "not kept (eval.save_path is null)" if folder is None else shown_path(folder),
         }
+        if answers.num_prompts:
+            facts["goes on"] = f"{answers.num_prompts} of {len(prompts)} prompts are answered in this folder"
         progress.begin(f"evaluation, {config.eval.num_tests_per_prompt} responses to each prompt", facts)
-        engine = stack.enter_context(evaluation_engine(config, progress.starting))
-        evaluation = evaluate(config, prompts, engine.generate, scoring, decode, progress)
+        if num_left:
+            try:
+                engine = stack.enter_context(evaluation_engine(config, progress.starting))
+                ask_all(config, prompts, engine.generate, scoring, decode, answers, progress)
+            except BaseException as error:
+                error.add_note(LastLines(answers.way_to_go_on(len(prompts))))
+                raise
+        ballots = ballots_of(answers.records, prompts, scoring) if config.eval.metric == "cons@k" else None
+    evaluation = Evaluation(answers.records, ballots)
     results = evaluation.results(config.eval.k_value)
-    progress.note(render(results))
+    told = {"scores": summary(config, results)}
     if folder is not None:
-        write_evaluation(Path(folder), config, evaluation, results)
+        write_evaluation(folder, config, evaluation, results)
+        answers.finish()
         names = {"results": RESULTS_FILE, "responses": RESPONSES_FILE, "page": PAGE_FILE}
-        progress.note(aligned({what: shown_path(Path(folder) / name) for what, name in names.items()}))
+        told |= {what: shown_path(folder / name) for what, name in names.items()}
+    progress.note(render(results))
+    progress.note(aligned(told))
     return results
 
 
-def evaluate(
+def ask_all(
     config: EvalConfig,
     prompts: Sequence[Prompt],
     generate: Generate,
     environments: Mapping[str, Environment],
     decode: Decode,
+    answers: AnswersFile,
     progress: RunProgress,
-) -> Evaluation:
-    """Ask all prompts, batch by batch, and score the responses; rollouts have one turn."""
+) -> None:
+    """Ask the prompts that are not answered yet, batch by batch, and score the responses; rollouts have one turn."""
     timer = PhaseTimer()
     progress.follow(timer.current)
     size, seed = config.generation.num_prompts_per_step or len(prompts), config.eval.seed
     num, seeded = config.eval.num_tests_per_prompt, config.generation.vllm_cfg.per_request_seeds
     turns = Turns(max_turns=1, max_tokens=config.engine.max_model_len, encode=lambda observation, response: ())
 
-    def ask(batch: Sequence[Prompt], sampling: SamplingSettings, group_size: int) -> RolloutBatch:
+    def ask(batch: Sequence[Prompt], sampling: SamplingSettings, group_size: int) -> list[Sequence[Rollout]]:
         asked = Rollouts(batch, group_size=group_size, environments=environments, decode=decode, turns=turns)
         token_ids, num_samples = asked.prompts()
         with timer.phase("generation"):
             responses = generate(token_ids, sampling, num_samples)
         with timer.phase("reward"):
             asked.step(responses)
-        return asked.batch()
+        rollouts = asked.batch().rollouts
+        return [rollouts[start : start + group_size] for start in range(0, len(rollouts), group_size)]
 
-    sampled: list[RolloutBatch] = []
-    greedy: list[RolloutBatch] = []
-    for number, start in enumerate(range(0, len(prompts), size), 1):
+    for number, start in enumerate(range(answers.num_prompts, len(prompts), size), 1):
         batch = prompts[start : start + size]
         # A response's seed depends only on its place: batch sizes and engines do not change the draws.
         place = seed * 2**32 + start * num if seeded else None
-        sampled.append(ask(batch, replace(config.generation.sampling(greedy=False), seed=place), num))
-        if config.eval.greedy:
-            greedy.append(ask(batch, config.generation.sampling(greedy=True), 1))
-        right = _mean([rollout.correct for rollout in _scored(sampled[-1].rollouts)])
+        sampled = ask(batch, replace(config.generation.sampling(greedy=False), seed=place), num)
+        greedy = ask(batch, config.generation.sampling(greedy=True), 1) if config.eval.greedy else [()] * len(batch)
+        answers.add(
+            [
+                _record(start + index, kind, rollout)
+                for index in range(len(batch))
+                for kind, groups in (("sampled", sampled), ("greedy", greedy))
+                for rollout in groups[index]
+            ]
+        )
+        right = _mean([rollout.correct for group in sampled for rollout in group if rollout.unscored is None])
         figures = {"prompts": f"{start + len(batch)} of {len(prompts)}"}
         progress.step_done(number, figures if right is None else {**figures, "accuracy": f"{right:.1%}"}, timer.drain())
-    whole = RolloutBatch.concatenate(sampled)
-    votes = config.eval.metric == "cons@k"
-    if votes and all(rollout.answer is None for rollout in whole.rollouts):
+
+
+def ballots_of(
+    answers: Sequence[AnswerRecord], prompts: Sequence[Prompt], environments: Mapping[str, Environment]
+) -> list[list[Ballot]]:
+    """Return the votes of the scored sampled responses to each prompt.
+
+    Equal answers vote for the spelling that came first. Without `math`, only the same text is equal.
+
+    Raises:
+        ConfigError: No response has an answer.
+    """
+    groups = _by_prompt([answer for answer in answers if answer["kind"] == "sampled"])
+    if all(answer["answer"] is None for group in groups.values() for answer in group):
         raise ConfigError(
             "eval.metric is cons@k, which counts answers, but no response has one; return Scores with `answer` from "
             "your environment, or set eval.metric to pass@k"
         )
-    return Evaluation(whole, RolloutBatch.concatenate(greedy) if greedy else None, votes)
+    voted_for: dict[int, dict[str, str]] = {}  # by prompt and answer
+    by_environment: dict[str, list[tuple[AnswerRecord, AnswerRecord]]] = {}
+    for index, group in groups.items():
+        first = {answer["answer"]: answer for answer in reversed(_scored(group)) if answer["answer"] is not None}
+        voted_for[index] = {answer: answer for answer in first}
+        pairs = combinations(sorted(first.values(), key=group.index), 2)
+        # A right answer equals no wrong one.
+        to_compare = [pair for pair in pairs if pair[0]["correct"] == pair[1]["correct"]]
+        by_environment.setdefault(prompts[index].env_name, []).extend(to_compare)
+    for name, pairs in by_environment.items():
+        environment = environments[name]
+        if isinstance(environment, RetryEnvironment):
+            environment = environment.environment
+        if not isinstance(environment, MathEnvironment):
+            continue
+        are_equal = environment.same_answers([(one["response"], other["response"]) for one, other in pairs])
+        for (one, other), is_equal in zip(pairs, are_equal, strict=True):
+            votes = voted_for[one["prompt_index"]]
+            if is_equal and votes[other["answer"]] == other["answer"]:
+                votes[other["answer"]] = votes[one["answer"]]
+    return [
+        [(voted_for[index].get(answer["answer"]), answer["correct"]) for answer in _scored(group)]
+        for index, group in groups.items()
+    ]
 
 
 @contextmanager
@@ -215,64 +293,54 @@ def render(results: Results) -> str:
 
 
 def write_evaluation(folder: Path, config: EvalConfig, evaluation: Evaluation, results: Results) -> None:
-    """Write results.json, responses.jsonl and the page.
+    """Write results.json and the page.
 
     Raises:
         ConfigError: The folder cannot be written.
     """
     from nemo_offload_rl.report.evaluation import evaluation_page
 
-    records = list(_records(evaluation))
     table = [
         (metric, [_text(metric, metrics[metric]) for metrics in results.values()])
         for metric in results[next(iter(results))]
     ]
-    page = evaluation_page(config.engine.model_name, list(results), table, records, config.resolved)
-    with _writing(folder):
-        summary = {"model": config.engine.model_name, "results": results, "config": config.resolved}
-        (folder / RESULTS_FILE).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        # UTF-8 cannot encode a lone surrogate; its escape is valid JSON.
-        with (folder / RESPONSES_FILE).open("w", encoding="utf-8", errors="backslashreplace") as file:
-            file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    page = evaluation_page(config.engine.model_name, list(results), table, evaluation.answers, config.resolved)
+    with writing(folder):
+        found = {"model": config.engine.model_name, "results": results, "config": config.resolved}
+        (folder / RESULTS_FILE).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
         (folder / PAGE_FILE).write_text(page, encoding="utf-8", errors="backslashreplace")
 
 
-@contextmanager
-def _writing(folder: Path) -> Iterator[Path]:
-    """Create `folder`, and turn errors of writing in the block into a `ConfigError`."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        yield folder
-    except OSError as error:
-        raise ConfigError(
-            f"eval.save_path {folder} cannot be written: {error.strerror}; name another folder or set null"
-        ) from error
+def summary(config: EvalConfig, results: Results) -> str:
+    """Return the most important results over all data sets in one line."""
+    metrics = results[next(iter(results))]
+    score = "cons" if config.eval.metric == "cons@k" else "pass"
+    names = ["pass_at_1", f"{score}_at_{config.eval.k_value}", "accuracy_greedy", "truncation_rate"]
+    told = (f"{name} {_text(name, metrics[name])}" for name in dict.fromkeys(names) if name in metrics)
+    return f"{', '.join(told)} ({_text('num_prompts', metrics['num_prompts'])} prompts)"
 
 
-def _records(evaluation: Evaluation) -> Iterator[dict[str, Any]]:
-    for kind, batch in (("sampled", evaluation.sampled), ("greedy", evaluation.greedy)):
-        for place, rollout in enumerate(batch.rollouts if batch is not None else ()):
-            assert batch is not None
-            yield {
-                "prompt_index": place // batch.group_size,
-                "kind": kind,
-                "data_set": rollout.prompt.data_set,
-                "prompt": rollout.prompt.text,
-                "response": rollout.response_text,
-                "reference_answer": rollout.prompt.reference_answer,
-                **score_record(rollout),
-                "answer": rollout.answer,
-                "truncated": rollout.truncated,
-                "token_ids": [token for segment in rollout.segments for token in segment.token_ids],
-            }
+def _record(index: int, kind: str, rollout: Rollout) -> AnswerRecord:
+    return {
+        "prompt_index": index,
+        "kind": kind,
+        "data_set": rollout.prompt.data_set,
+        "prompt": rollout.prompt.text,
+        "response": rollout.response_text,
+        "reference_answer": rollout.prompt.reference_answer,
+        **score_record(rollout),
+        "answer": rollout.answer,
+        "truncated": rollout.truncated,
+        "token_ids": [token for segment in rollout.segments for token in segment.token_ids],
+    }
 
 
-def _of(batch: RolloutBatch, name: str | None) -> list[Rollout]:
-    return [rollout for rollout in batch.rollouts if name is None or rollout.prompt.data_set == name]
+def _by_prompt(answers: Sequence[AnswerRecord]) -> dict[int, list[AnswerRecord]]:
+    return {index: list(group) for index, group in groupby(answers, key=lambda answer: answer["prompt_index"])}
 
 
-def _scored(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    return [rollout for rollout in rollouts if rollout.unscored is None]
+def _scored(answers: Sequence[AnswerRecord]) -> list[AnswerRecord]:
+    return [answer for answer in answers if answer["unscored"] is None]
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tiny_models import make_tokenizer, qwen3_config, save_model_folder
 
 from nemo_offload_rl.config.convert import model_folder
 from nemo_offload_rl.config.rules.evaluation import EVAL_RULES
+from nemo_offload_rl.data.records import Prompt
+from nemo_offload_rl.environments.interfaces import Response
+from nemo_offload_rl.environments.math import MathEnvironment, RetryEnvironment
 from nemo_offload_rl.errors import ConfigError, DataError
+from nemo_offload_rl.keys.generation import SamplingSettings
 from nemo_offload_rl.keys.published import MathProblemsConfig
+from nemo_offload_rl.protocols.engine import Completion
+from nemo_offload_rl.runs import evaluation
 from nemo_offload_rl.runs.evaluation import run_eval
 from nemo_offload_rl.runs.loading import load_eval_config, load_grpo_config
 
@@ -95,3 +107,135 @@ def test_errors_of_code_that_training_shares_name_the_keys_of_an_evaluation(tmp_
     config = load_eval_config(EVAL, ["eval.save_path=null", f"tokenizer.name={tmp_path}"])
     with pytest.raises(DataError, match=r"no tokenizer can be loaded from .*; set tokenizer\.name to a folder"):
         run_eval(config)
+
+
+TOKENIZER = make_tokenizer()
+
+
+class SeededEngine:
+    """In place of an engine: answers of sums, drawn by the seed of each response; it can end after some calls."""
+
+    def __init__(self, calls_left: int) -> None:
+        self.calls_left = calls_left
+        self.num_asked = 0
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingSettings, num_samples: int = 1
+    ) -> list[list[Completion]]:
+        if self.calls_left == 0:
+            raise KeyboardInterrupt
+        self.calls_left -= 1
+        self.num_asked += len(prompts)
+        seeds = [0] if sampling.seed is None else range(sampling.seed, sampling.seed + len(prompts) * num_samples)
+        return [
+            [self._answer(prompt, seeds[(place * num_samples + sample) % len(seeds)]) for sample in range(num_samples)]
+            for place, prompt in enumerate(prompts)
+        ]
+
+    @staticmethod
+    def _answer(prompt: Sequence[int], seed: int) -> Completion:
+        drawn = hashlib.sha256(f"{list(prompt)} {seed}".encode()).digest()[0]
+        tokens = [*TOKENIZER.encode(f"\\boxed{{{drawn % 3}{'.0' * (drawn % 2)}}}"), 257]
+        return Completion(token_ids=tokens, logprobs=[0.0] * len(tokens), finish_reason="stop")
+
+
+@pytest.fixture
+def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., SeededEngine]:
+    """Run an evaluation of six sums in tmp_path/NAME, whose engine ends after `calls`."""
+    save_model_folder(tmp_path / "model", 0, qwen3_config(tied=True, num_layers=1, hidden_size=32))
+    rows = [{"q": f"{row}+0=", "a": str(row % 3)} for row in range(6)]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "reward.py").write_text("def score(response, answer):\n    return float(answer in response)\n")
+
+    def run(name: str, *overrides: str, calls: int = 99) -> SeededEngine:
+        source = f"dataset_name: ResponseDataset, path: {tmp_path}/d.jsonl, input_key: q, output_key: a"
+        own = [f"generation.model_name={tmp_path}/model", f"eval.save_path={tmp_path}/{name}", "env.math.num_workers=0"]
+        own += ["eval.num_tests_per_prompt=4", "eval.k_value=3", "eval.metric=cons@k", "eval.greedy=true"]
+        own += ["generation.temperature=1.0", "generation.num_prompts_per_step=2"]
+        own += ["~data.validation", f"+data.validation={{{source}}}"]
+        engine = SeededEngine(calls)
+
+        @contextmanager
+        def opened(*_: Any) -> Any:
+            yield engine
+
+        monkeypatch.setattr(evaluation, "evaluation_engine", opened)
+        run_eval(load_eval_config(EVAL, [*own, *overrides]))
+        return engine
+
+    return run
+
+
+def test_an_interrupted_evaluation_goes_on_and_ends_as_one_that_was_not(
+    evaluated: Callable[..., SeededEngine], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluated("whole").num_asked == 2 * 6  # sampled and greedy
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        evaluated("out", calls=5)
+    assert stopped.value.__notes__ == [
+        f"4 of 6 prompts are answered in {out}/responses.jsonl; the same command goes on from there"
+    ]
+    assert len((out / "responses.jsonl").read_text().splitlines()) == 4 * 5
+    assert not (out / "results.json").exists()
+    with (out / "responses.jsonl").open("r+") as file:
+        file.truncate(len(file.read()) - 20)  # the fourth prompt's last answer is cut, as if killed while writing
+    for change, key in (
+        ("generation.temperature=0.5", "generation.temperature=1.0, which is 0.5 here"),
+        ("eval.max_samples=5", "eval.max_samples=null, which is 5 here"),
+        ("+env.math.on_error=skip", "env.math.on_error=.*, which is skip here"),
+        (f"+data.validation.prompt_file={tmp_path}/p.txt", "data=6 prompts, which is something else"),
+    ):
+        (tmp_path / "p.txt").write_text("Please: {}")
+        before = (out / "responses.jsonl").read_bytes()
+        with pytest.raises(ConfigError, match=rf"has the answers of an interrupted evaluation with .*{key}"):
+            evaluated("out", change)
+        assert (out / "responses.jsonl").read_bytes() == before
+    again = evaluated("out", "generation.num_prompts_per_step=3", "eval.k_value=2")  # neither changes an answer
+    assert again.num_asked == 2 * 3
+    assert (out / "responses.jsonl").read_text() == (tmp_path / "whole/responses.jsonl").read_text()
+    mine, whole = (json.loads((folder / "results.json").read_text()) for folder in (out, tmp_path / "whole"))
+    assert mine["results"]["d"].items() <= whole["results"]["d"].items()
+    assert sorted(path.name for path in out.iterdir()) == ["index.html", "responses.jsonl", "results.json"]
+    last = capsys.readouterr().out.splitlines()[-4:]
+    assert [line.split()[0] for line in last] == ["scores", "results", "responses", "page"]
+    assert f"cons_at_2 {mine['results']['d']['cons_at_2']:.4f}, " in last[0] and last[3].endswith("index.html")
+    assert evaluated("out").num_asked == 2 * 6  # a finished evaluation is done anew
+
+
+def test_another_model_or_reward_under_the_same_name_is_refused(
+    evaluated: Callable[..., SeededEngine], tmp_path: Path
+) -> None:
+    mine = ("data.default.env_name=mine", f"+env.mine={{num_workers: 0, target: {tmp_path}/reward.py:score}}")
+    with pytest.raises(KeyboardInterrupt):
+        evaluated("out", *mine, "eval.metric=pass@k", calls=2)
+    (tmp_path / "reward.py").write_text("def score(response, answer):\n    return 1.0\n")
+    with pytest.raises(ConfigError, match=r"with env\.mine\.target=.*:score, which is something else under this name"):
+        evaluated("out", *mine, "eval.metric=pass@k")
+    with pytest.raises(KeyboardInterrupt):
+        evaluated("other", calls=2)
+    save_model_folder(tmp_path / "model", 1, qwen3_config(tied=True, num_layers=1, hidden_size=32))
+    with pytest.raises(ConfigError, match=r"generation\.model_name=.*model, which is something else .* to start anew$"):
+        evaluated("other")
+    (tmp_path / "other/unfinished.json").unlink()
+    assert evaluated("other").num_asked == 2 * 6
+
+
+def test_equal_answers_vote_for_the_spelling_that_came_first() -> None:
+    environment = MathEnvironment(num_workers=0, timeout_s=1.0)
+    said = ["\\boxed{7}", "$x=5$", "no idea", "It is 5.", "\\boxed{1/2}", "$0.5$", "\\boxed{5.0}"]
+    answers, prompts = [], []
+    for index, right in enumerate(("5", ["0.5", "7"])):
+        prompts.append(Prompt(token_ids=(1,), text="p", reference_answer=right, env_name="math"))
+        about = {"prompt_text": "p", "truncated": False, "reference_answer": right, "metadata": {}}
+        scores = environment.step([Response(text=text, **about) for text in said])
+        for text, score in zip(said, scores, strict=True):
+            found = {"answer": score.answer, "correct": score.correct, "unscored": None}
+            answers.append({"prompt_index": index, "kind": "sampled", "response": text, **found})
+    first, second = evaluation.ballots_of(answers, prompts, {"math": RetryEnvironment(environment, "again")})
+    seven, five, half = "7", answers[1]["answer"], "1/2"
+    votes = [seven, five, None, five, half, half, five]
+    assert first == list(zip(votes, [False, True, False, True, False, False, True], strict=True))
+    assert second == list(zip(votes, [True, False, False, False, True, True, False], strict=True))
+    with pytest.raises(ConfigError, match=r"no response has one; return Scores with `answer`"):
+        evaluation.ballots_of([{**answers[2]}], prompts, {})
