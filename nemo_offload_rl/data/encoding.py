@@ -115,7 +115,7 @@ class ChatEncoder:
     def __post_init__(self) -> None:
         if not self.tokenizer.is_fast:
             raise DataError(
-                f"tokenizer {self.tokenizer.name_or_path} cannot tell which text a token stands for (it is no fast "
+                f"tokenizer {self.tokenizer.name_or_path} cannot tell which text a token stands for (it is not a fast "
                 "tokenizer); set policy.tokenizer.name to one with a tokenizer.json"
             )
 
@@ -153,7 +153,7 @@ class ChatEncoder:
         token_ids, mask = self._with_ends(token_ids, mask, ends_counted=counted[-1:] == [len(messages) - 1])
         mask[0] = False  # the first token has no logprob
         if not mask.any():
-            raise DataError(f"{origin}: no token is the assistant's, so there is nothing to learn; take the row out")
+            raise DataError(f"{origin}: the assistant wrote no token, so there is nothing to learn; take the row out")
         return Example(token_ids=token_ids, token_mask=mask)
 
     def _marked(
@@ -181,7 +181,7 @@ class ChatEncoder:
         if text != whole:
             raise DataError(
                 f"{origin}: the chat template changes the text of {{% generation %}} afterwards, so the assistant's "
-                "part is unknown; set policy.tokenizer.chat_template to one that keeps it"
+                "part cannot be found; set policy.tokenizer.chat_template to one that keeps it"
             )
         return [(begin, end) for turn, begin, end in spans if turn in counted]
 
@@ -224,7 +224,7 @@ class ChatEncoder:
                 fix = "sft.only_unmask_final=true, or set " if not (is_last or self.last_turn_only) else ""
                 raise DataError(
                     f"{origin}: the chat template renders the messages up to {turn + 1} differently alone than in the "
-                    f"whole conversation, so the assistant's part is unknown; use {fix}"
+                    f"whole conversation, so the assistant's part cannot be found; use {fix}"
                     "policy.tokenizer.chat_template to one that only appends, or that marks it with {% generation %}"
                 )
             end_token = self.tokenizer.eos_token

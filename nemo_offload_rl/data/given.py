@@ -11,6 +11,7 @@ from nemo_offload_rl.keys.data import (
     BinaryPreferenceConfig,
     DataConfig,
     DpoDataConfig,
+    EvalDataConfig,
     OpenAIFormatConfig,
     ResponseDatasetConfig,
     SftDataConfig,
@@ -37,7 +38,7 @@ class GivenPairs(GivenRows, BinaryPreferenceConfig):
     """A better and a worse response in each row."""
 
 
-def with_given_rows[Data: (DataConfig, SftDataConfig, DpoDataConfig)](
+def with_given_rows[Data: (DataConfig, EvalDataConfig, SftDataConfig, DpoDataConfig)](
     data: Data, train: Rows | None, validation: Rows | None
 ) -> Data:
     """The section `data` with rows instead of its data sets; `data.default` applies to them.

@@ -92,7 +92,7 @@ def _as_plain_text(text: str, path: str) -> PromptFile:
     if len(places) != 1:
         raise DataError(
             f"prompt file {path} has {len(places)} places marked {{}} (after a LaTeX command, as in \\boxed{{}}, it is "
-            "text): the question goes to exactly one; mark it, or set prompt_file to null"
+            "text): the question needs exactly one; mark it, or set prompt_file to null"
         )
     if "{{}}" in text:
         raise DataError(

@@ -207,8 +207,8 @@ def _read_files(folder: Path, split: str | None, bad: BadRows) -> list[Record]:
     if not files:
         begins = "" if split is None else f" whose name begins with {split!r}"
         raise DataError(
-            f"data folder {folder} has no file{begins} that ends in one of {FORMATS}, and is none that `datasets` "
-            "saved; correct `path` or `split`"
+            f"data folder {folder} has no file{begins} that ends in one of {FORMATS}, and was not saved by "
+            "`datasets`; correct `path` or `split`"
         )
     return [record for path in files for record in _reader_of(path)(path, bad)]
 
@@ -244,7 +244,7 @@ def _record(value: Any, origin: str, fix: str) -> Record:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         bad = f"\\u{ord(error.object[error.start]):04x}"
-        raise DataError(f"{origin} has half of a surrogate pair ({bad}), which is no text; take it out") from error
+        raise DataError(f"{origin} has half of a surrogate pair ({bad}), which is not text; take it out") from error
     return Record(value, origin)
 
 
@@ -325,7 +325,7 @@ def _read_hub(
     except (OSError, ValueError, DatasetsError) as error:  # the hub's own errors are OSErrors
         reason = " ".join(str(error).splitlines()[:2]) or "no reason given"
         raise DataError(
-            f"data set {said} is no file or folder here and cannot be loaded from the hub ({type(error).__name__}: "
+            f"data set {said} is not a file or folder here and cannot be loaded from the hub ({type(error).__name__}: "
             f"{reason}); correct `path`, `subset` or `split`, connect to the Hugging Face hub once, or set `path` to a "
             "file or folder with the same columns"
         ) from error

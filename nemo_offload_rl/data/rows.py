@@ -257,11 +257,11 @@ def ranked_pair(record: Record) -> PreferencePair:
     completions = field_of(record, "completions", None)
     is_list = isinstance(completions, list) and all(isinstance(entry, Mapping) for entry in completions)
     if not is_list or len(completions) < 2:
-        raise DataError(f"{record.origin}: field 'completions' is no list of two or more objects; write it as one")
+        raise DataError(f"{record.origin}: field 'completions' is not a list of two or more objects; write it as one")
     ranked = []
     for number, entry in enumerate(completions, start=1):
         if not isinstance(entry.get("rank"), int) or "completion" not in entry:
-            raise DataError(f"{record.origin}: completion {number} has no whole 'rank' or no 'completion'; write both")
+            raise DataError(f"{record.origin}: completion {number} lacks an integer 'rank' or 'completion'; write both")
         ranked.append((entry["rank"], _as_messages(entry["completion"], "completion", "assistant", record.origin)))
     best, worst = min(ranked, key=lambda entry: entry[0]), max(ranked, key=lambda entry: entry[0])
     if best[0] == worst[0]:

@@ -28,7 +28,7 @@ def tools_of(record: Record, key: str | None) -> Tools | None:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
         raise DataError(
-            f"{record.origin}: field {key!r} holds the tools that the assistant may call and is no list of objects; "
+            f"{record.origin}: field {key!r} holds the tools that the assistant may call and is not a list of objects; "
             "write one, or set tool_key to another field or null"
         )
     return [dict(tool) for tool in value]
@@ -45,7 +45,7 @@ def with_tool_calls(message: Mapping[str, Any], where: str) -> Message:
         return rest
     value = message["tool_calls"]
     if not isinstance(value, list) or not all(isinstance(call, Mapping) for call in value):
-        raise DataError(f"{where} has `tool_calls` that are no list of objects; write a list of calls")
+        raise DataError(f"{where} has `tool_calls` that are not a list of objects; write a list of calls")
     calls = [_call(call, where) for call in value]
     return {"content": "", **rest, "tool_calls": calls} if calls else rest
 

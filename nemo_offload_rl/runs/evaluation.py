@@ -23,6 +23,7 @@ from nemo_offload_rl.algorithms.identity import evaluation_identity
 from nemo_offload_rl.algorithms.rollout_log import score_record
 from nemo_offload_rl.backends.hf.model_folder import model_vocab_size
 from nemo_offload_rl.data.datasets import load_prompts
+from nemo_offload_rl.data.given import Rows, with_given_rows
 from nemo_offload_rl.data.records import Prompt
 from nemo_offload_rl.data.tokenizer import check_token_ids, load_tokenizer
 from nemo_offload_rl.environments.agents import AgentEnvironment
@@ -115,8 +116,12 @@ def _own_keys() -> Iterator[None]:
 
 
 @_own_keys()
-def run_eval(config: EvalConfig) -> Results:
+def run_eval(config: EvalConfig, *, validation_data: Rows | None = None) -> Results:
     """Evaluate a model from a checked configuration.
+
+    Args:
+        config: From `load_eval_config`.
+        validation_data: Rows with `prompt`, `answer` and any other columns, in place of `data.validation`.
 
     Raises:
         UserError: The user can fix the cause.
@@ -126,7 +131,8 @@ def run_eval(config: EvalConfig) -> Results:
         check_writable(folder)  # before hours of sampling
     tokenizer = load_tokenizer(config.tokenizer)
     code = load_code(config.env)
-    splits = load_prompts(config.data, tokenizer, config.tokenizer.chat_template_kwargs)
+    data = with_given_rows(config.data, None, validation_data)
+    splits = load_prompts(data, tokenizer, config.tokenizer.chat_template_kwargs)
     prompts = splits.validation[: config.eval.max_samples]
     vocab_size = model_vocab_size(config.engine.model_name, config.engine.hf_config_overrides)
     check_token_ids(tokenizer, (prompt.token_ids for prompt in prompts), vocab_size)

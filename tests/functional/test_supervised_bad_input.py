@@ -35,7 +35,7 @@ CASES = {
     "template that changes its mind": (
         sft,
         [SFT_DATA, "policy.tokenizer.chat_template=\"{{{{ messages | length }}}}\""],
-        ["rows.jsonl:", "assistant's part is unknown"],
+        ["rows.jsonl:", "assistant's part cannot be found"],
     ),
     "no chat template": (sft, [SFT_DATA, "policy.tokenizer.name={folder}/bare"], ["bare has no chat template"]),
     "row too long": (sft, [SFT_DATA, "data.max_input_seq_length=8"], ["rows.jsonl:", "8", "overlong_rows=drop"]),

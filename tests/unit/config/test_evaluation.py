@@ -147,7 +147,7 @@ def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "reward.py").write_text("def score(response, answer):\n    return float(answer in response)\n")
 
-    def run(name: str, *overrides: str, calls: int = 99) -> SeededEngine:
+    def run(name: str, *overrides: str, calls: int = 99, data: Any = None) -> SeededEngine:
         source = f"dataset_name: ResponseDataset, path: {tmp_path}/d.jsonl, input_key: q, output_key: a"
         own = [f"generation.model_name={tmp_path}/model", f"eval.save_path={tmp_path}/{name}", "env.math.num_workers=0"]
         own += ["eval.num_tests_per_prompt=4", "eval.k_value=3", "eval.metric=cons@k", "eval.greedy=true"]
@@ -160,7 +160,7 @@ def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
             yield engine
 
         monkeypatch.setattr(evaluation, "evaluation_engine", opened)
-        run_eval(load_eval_config(EVAL, [*own, *overrides]))
+        run_eval(load_eval_config(EVAL, [*own, *overrides]), validation_data=data)
         return engine
 
     return run
@@ -201,6 +201,10 @@ def test_an_interrupted_evaluation_goes_on_and_ends_as_one_that_was_not(
     assert [line.split()[0] for line in last] == ["scores", "results", "responses", "page"]
     assert f"cons_at_2 {mine['results']['d']['cons_at_2']:.4f}, " in last[0] and last[3].endswith("index.html")
     assert evaluated("out").num_asked == 2 * 6  # a finished evaluation is done anew
+    said = [{"from": "human", "value": "1+1="}, {"from": "gpt", "value": "2"}]
+    assert evaluated("out", data=[{"conversations": said}]).num_asked == 2
+    answer = json.loads((out / "responses.jsonl").read_text().splitlines()[0])
+    assert (answer["prompt"], answer["reference_answer"]) == ("1+1=", "2")
 
 
 def test_another_model_or_reward_under_the_same_name_is_refused(

@@ -157,7 +157,7 @@ def test_marks_belong_to_the_turn_that_they_stand_in_though_other_turns_have_non
 
 
 def test_a_last_turn_without_a_mark_is_nothing_to_learn_and_no_earlier_turn_takes_its_place():
-    with pytest.raises(DataError, match="no token is the assistant's"):
+    with pytest.raises(DataError, match="the assistant wrote no token"):
         shown(MARKS_TEXTS_ONLY, [*WITH_A_CALL, WITH_A_CALL[1]], last_turn_only=True)
 
 
@@ -223,7 +223,7 @@ def test_a_template_that_fails_is_an_error_of_one_line_that_names_the_row(templa
 
 
 def test_a_conversation_in_which_nothing_counts_is_an_error():
-    with pytest.raises(DataError, match="no token is the assistant's"):
+    with pytest.raises(DataError, match="the assistant wrote no token"):
         shown(PASS_THROUGH, [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}], add_eos=False)
 
 

@@ -245,7 +245,7 @@ def test_a_data_set_of_the_hub_is_read_by_name_part_and_split(hub):
     assert record.fields == GSM8K["main"]["test"][0]
     assert record.origin == "openai/gsm8k (main, test), row 1"
     for keys, message in [
-        ({"subset": None}, r"openai/gsm8k is no file or folder .* available configs: \['main', 'socratic'\]"),
+        ({"subset": None}, r"openai/gsm8k is not a file or folder .* available configs: \['main', 'socratic'\]"),
         ({"subset": "main"}, r"openai/gsm8k \(main\) has the splits train, test, and no split is named; set `split`"),
         ({"subset": "main", "split": "dev"}, r"Unknown split \"dev\"\. Should be one of \['train', 'test'\]"),
         ({"subset": "x"}, r"BuilderConfig 'x' not found\. Available: \['main', 'socratic'\]"),
@@ -281,7 +281,7 @@ def test_what_was_fetched_once_is_read_from_the_cache_without_a_network(hub, mon
 
 
 def test_a_name_that_is_neither_here_nor_on_the_hub_is_one_line(hub):
-    with pytest.raises(DataError, match=r"^data set a/b is no file or folder here and cannot be loaded") as caught:
+    with pytest.raises(DataError, match=r"^data set a/b is not a file or folder here and cannot be loaded") as caught:
         read_records(Path("a/b"))
     assert "\n" not in str(caught.value)
     with pytest.raises(DataError, match=r"data file nowhere/d\.jsonl cannot be read: No such file"):

@@ -224,7 +224,7 @@ def unreadable(folder, kind):
         ("broken.json", "broken.json:2 is not JSON"),
         ("object.json", "holds a JSON dict; write a list of objects"),
         ("broken_folder", "broken_folder cannot be read by `datasets`"),
-        ("empty_folder", "has no file that ends in one of .jsonl, .* and is none that `datasets` saved"),
+        ("empty_folder", "has no file that ends in one of .jsonl, .* and was not saved by `datasets`"),
     ],
 )
 def test_what_cannot_be_read_is_an_error_of_one_line(tmp_path, kind, message):

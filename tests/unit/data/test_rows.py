@@ -160,8 +160,11 @@ def test_ranked_completions_give_the_lowest_and_the_highest_rank():
         (lambda: binary_pair(record(p="q", c="a", r="a"), "p", "c", "r"), "are the same"),
         (lambda: binary_pair(record(c="a", r="b"), None, "c", "r"), "no common message.*set prompt_key"),
         (lambda: binary_pair(record(p="q", c=[user("a")], r="b"), "p", "c", "r"), "better response does not end"),
-        (lambda: ranked_pair(record(context="q", completions=[])), "'completions' is no list of two or more"),
-        (lambda: ranked_pair(record(context="q", completions=[{"rank": 0}] * 2)), "completion 1 has no whole 'rank'"),
+        (lambda: ranked_pair(record(context="q", completions=[])), "'completions' is not a list of two or more"),
+        (
+            lambda: ranked_pair(record(context="q", completions=[{"rank": 0}] * 2)),
+            "completion 1 lacks an integer",
+        ),
         (
             lambda: ranked_pair(record(context="q", completions=[{"rank": 0, "completion": x} for x in "ab"])),
             "all completions have the rank 0",

@@ -84,10 +84,10 @@ def test_rows_without_tools_and_without_calls_are_as_they_were():
 @pytest.mark.parametrize(
     ("messages", "fields", "message"),
     [
-        (MESSAGES, {"tools": 3}, "field 'tools' holds the tools .* no list of objects; .*tool_key"),
-        (MESSAGES, {"tools": ["add"]}, "no list of objects"),
+        (MESSAGES, {"tools": 3}, "field 'tools' holds the tools .* not a list of objects; .*tool_key"),
+        (MESSAGES, {"tools": ["add"]}, "not a list of objects"),
         (MESSAGES, {"tools": "{"}, "field 'tools' are text that is not JSON"),
-        (written(tool_calls="add"), {}, "message 2 of 'm' has `tool_calls` that are no list"),
+        (written(tool_calls="add"), {}, "message 2 of 'm' has `tool_calls` that are not a list"),
         (written(tool_calls=[{"function": {}}]), {}, "message 2 of 'm' has a tool call without a `name`"),
         (
             written(tool_calls=[{"name": "add", "arguments": "{"}]),
