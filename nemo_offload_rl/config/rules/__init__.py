@@ -52,9 +52,7 @@ GRPO_RULES: RuleSet[GrpoMasterConfig] = RuleSet(
 DISTILLATION_RULES: RuleSet[DistillationMasterConfig] = RuleSet(
     _AVAILABILITY, (*_ROLLOUT_RULES, *algorithm.DISTILLATION_RULES, *_TRAINING_RULES), memory.RULES
 )
-SFT_RULES: RuleSet[SftMasterConfig] = RuleSet(
-    _AVAILABILITY, (*_TRAINING_RULES, *supervised.RULES, *supervised.SFT_RULES), memory.RULES
-)
+SFT_RULES: RuleSet[SftMasterConfig] = RuleSet(_AVAILABILITY, (*_TRAINING_RULES, *supervised.RULES), memory.RULES)
 DPO_RULES: RuleSet[DpoMasterConfig] = RuleSet(
     _AVAILABILITY, (*_TRAINING_RULES, *supervised.RULES, *supervised.DPO_RULES), memory.RULES
 )

@@ -1,25 +1,15 @@
-"""Sets of rules, and checks shared by several rules."""
+"""Sets of rules, rules on the data of all runs, and checks shared by several rules."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from nemo_offload_rl.keys.data import (
-    ArithmeticConfig,
-    DataConfig,
-    DataSource,
-    DpoDataConfig,
-    MixtureConfig,
-    MixtureKeys,
-    SftDataConfig,
-)
-from nemo_offload_rl.keys.grpo import RolloutSectionConfig
-from nemo_offload_rl.keys.master import Rule, RunConfig
-from nemo_offload_rl.keys.supervised import SupervisedSectionConfig
+from nemo_offload_rl.keys.data import ArithmeticConfig, DataSource, MixtureConfig, MixtureKeys
+from nemo_offload_rl.keys.master import DpoMasterConfig, RolloutMasterConfig, Rule, RunConfig, SftMasterConfig
 from nemo_offload_rl.memory.account import Account
 
-type AnyData = DataConfig | SftDataConfig | DpoDataConfig
+type AnyRun = RolloutMasterConfig | SftMasterConfig | DpoMasterConfig
 
 
 @dataclass(frozen=True)
@@ -68,10 +58,9 @@ def _kept(source: DataSource) -> tuple[str, float]:
     return "split_validation_size", source.split_validation_size
 
 
-def no_validation_rows_problem(
-    data: AnyData, algorithm: str, section: RolloutSectionConfig | SupervisedSectionConfig
-) -> str | None:
-    """Refuse a run of any algorithm that validates without validation rows; None otherwise."""
+def validation_has_rows(cfg: AnyRun) -> str | None:
+    """A run that validates has rows to validate on."""
+    data, (algorithm, section) = cfg.data, cfg.algorithm
     if not section.validates or data.validation is not None or holds_validation_rows(data.train):
         return None
     keys = [f"{place}.{_kept(source)[0]}" for place, source in sources(data.train, "data.train")]
@@ -82,9 +71,9 @@ def no_validation_rows_problem(
     )
 
 
-def validation_set_problem(data: AnyData) -> str | None:
-    """Refuse a `data.validation` that holds out rows; None otherwise."""
-    for place, source in sources(data.validation, "data.validation"):
+def validation_sets_are_used_whole(cfg: AnyRun) -> str | None:
+    """A validation set holds out no rows: all of them are validated."""
+    for place, source in sources(cfg.data.validation, "data.validation"):
         if isinstance(source, ArithmeticConfig):
             if source.holdout > 0:
                 continue
@@ -100,9 +89,9 @@ def validation_set_problem(data: AnyData) -> str | None:
     return None
 
 
-def mixture_problem(data: AnyData) -> str | None:
-    """Refuse a mixture whose weights do not fit its data sets, in `data.train` or `data.validation`; None otherwise."""
-    for where, source in (("train", data.train), ("validation", data.validation)):
+def mixtures_have_their_weights(cfg: AnyRun) -> str | None:
+    """A mixture has one weight for each data set."""
+    for where, source in (("train", cfg.data.train), ("validation", cfg.data.validation)):
         if not isinstance(source, MixtureKeys):
             continue
         num_sets = len(source.datasets)
@@ -115,3 +104,10 @@ def mixture_problem(data: AnyData) -> str | None:
                 "write one weight for each"
             )
     return None
+
+
+DATA_RULES: tuple[Rule[AnyRun], ...] = (
+    validation_has_rows,
+    validation_sets_are_used_whole,
+    mixtures_have_their_weights,
+)

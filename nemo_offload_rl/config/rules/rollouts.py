@@ -7,13 +7,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from nemo_offload_rl.backends.hf.model_folder import local_model_config
-from nemo_offload_rl.config.rules.base import (
-    Rule,
-    mixture_problem,
-    no_validation_rows_problem,
-    sources,
-    validation_set_problem,
-)
+from nemo_offload_rl.config.rules.base import DATA_RULES, Rule, sources
 from nemo_offload_rl.generation.vllm.allowed_args import ALLOWED, OWN_KEYS, REFUSED
 from nemo_offload_rl.keys.data import BUILT_IN
 from nemo_offload_rl.keys.generation import SERVING_CHAT_KWARGS, engine_devices_problem
@@ -181,21 +175,6 @@ def weights_belong_to_a_list_of_rewards(cfg: RolloutMasterConfig) -> str | None:
     return None
 
 
-def validation_has_prompts(cfg: RolloutMasterConfig) -> str | None:
-    """A run that validates has prompts to validate on."""
-    return no_validation_rows_problem(cfg.data, *cfg.algorithm)
-
-
-def validation_sets_are_used_whole(cfg: RolloutMasterConfig) -> str | None:
-    """A validation set holds out no rows: all of them are validated."""
-    return validation_set_problem(cfg.data)
-
-
-def mixtures_of_prompts_have_their_weights(cfg: RolloutMasterConfig) -> str | None:
-    """A mixture has one weight for each data set."""
-    return mixture_problem(cfg.data)
-
-
 def engines_have_devices(cfg: RolloutMasterConfig) -> str | None:
     """Engines have devices of their own if and only if they do not share the trainer's."""
     colocated = cfg.policy.generation.colocated
@@ -231,7 +210,5 @@ RULES: tuple[Rule[RolloutMasterConfig], ...] = (
     engine_fits_a_host_of_its_own,
     every_environment_exists,
     weights_belong_to_a_list_of_rewards,
-    validation_has_prompts,
-    validation_sets_are_used_whole,
-    mixtures_of_prompts_have_their_weights,
+    *DATA_RULES,
 )

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from nemo_offload_rl.config.rules.base import (
-    Rule,
-    data_parallel_size,
-    mixture_problem,
-    no_validation_rows_problem,
-    sources,
-    validation_set_problem,
-)
+from nemo_offload_rl.config.rules.base import DATA_RULES, Rule, data_parallel_size, sources
 from nemo_offload_rl.errors import share_problem
 from nemo_offload_rl.keys.master import DpoMasterConfig, SftMasterConfig
 
@@ -27,27 +20,11 @@ def longest_row_fits_the_policy(cfg: _Config) -> str | None:
     return None
 
 
-def validation_has_rows(cfg: _Config) -> str | None:
-    """A run that validates has data to validate on."""
-    name, section = cfg.algorithm
-    return no_validation_rows_problem(cfg.data, name, section)
-
-
 def validation_batch_divides_over_workers(cfg: _Config) -> str | None:
     """The validation batch divides over the data-parallel workers."""
     name, section = cfg.algorithm
     size = data_parallel_size(cfg)
     return share_problem(f"{name}.val_global_batch_size", section.val_global_batch_size, size) if size else None
-
-
-def validation_sets_of_rows_are_used_whole(cfg: _Config) -> str | None:
-    """A validation set holds out no rows: all of them are validated."""
-    return validation_set_problem(cfg.data)
-
-
-def mixtures_have_a_weight_for_each_data_set(cfg: _Config) -> str | None:
-    """A mixture has one weight for each data set."""
-    return mixture_problem(cfg.data)
 
 
 def data_sets_name_no_environment(cfg: _Config) -> str | None:
@@ -84,12 +61,9 @@ def the_loss_has_a_term(cfg: DpoMasterConfig) -> str | None:
 
 
 RULES: tuple[Rule[_Config], ...] = (
+    *DATA_RULES,
     longest_row_fits_the_policy,
-    validation_has_rows,
     validation_batch_divides_over_workers,
-    validation_sets_of_rows_are_used_whole,
-    mixtures_have_a_weight_for_each_data_set,
     data_sets_name_no_environment,
 )
-SFT_RULES: tuple[Rule[SftMasterConfig], ...] = ()
 DPO_RULES: tuple[Rule[DpoMasterConfig], ...] = (pairs_fit_a_micro_batch_made_by_tokens, the_loss_has_a_term)

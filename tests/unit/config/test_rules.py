@@ -182,7 +182,7 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
             "weights has 2 numbers, but target names 1 functions",
         ),
     ],
-    "validation_has_prompts": [
+    "validation_has_rows": [
         (["data.train.holdout=0"], "data.train.holdout is 0, so there is nothing to validate on"),
         (
             [
@@ -203,7 +203,7 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
             "data.validation.datasets.0.split_validation_size is 0.5, but all rows",
         ),
     ],
-    "mixtures_of_prompts_have_their_weights": [
+    "mixtures_have_their_weights": [
         (["~data.train", "+data.train={dataset_name: mixture, weights: [], datasets: []}"], "at least one"),
         (
             [
