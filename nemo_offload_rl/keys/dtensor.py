@@ -14,9 +14,9 @@ from nemo_offload_rl.keys.section import doc, section
 class DTensorLoraConfig:
     """`policy.dtensor_cfg.lora_cfg`: train low-rank adapters instead of the model's own weights."""
 
-    enabled: Annotated[bool, doc("Use LoRA: the model's weights are frozen; refits and exports send merged ones.")] = (
-        False
-    )
+    enabled: Annotated[
+        bool, doc("Train adapters (LoRA) and freeze the model; refits and exports send merged weights.")
+    ] = False
     target_modules: Annotated[
         tuple[str, ...],
         doc(

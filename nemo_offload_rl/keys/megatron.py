@@ -45,7 +45,13 @@ class MegatronOptimizerConfig:
     clip_grad: Annotated[float | None, doc("Clip gradients to this norm; 0 or null for no limit.", ge=0)] = value_of(
         "${policy.max_grad_norm}"
     )
-    optimizer_cpu_offload: Annotated[bool, doc("Keep the optimizer on the host and compute its update there.")] = False
+    optimizer_cpu_offload: Annotated[
+        bool,
+        doc(
+            "Keep the optimizer on the host and update there; slower than `offload_optimizer_states`, which updates on "
+            "the GPU."
+        ),
+    ] = False
     optimizer_offload_fraction: Annotated[
         float,
         doc("Fraction of the parameters whose optimizer is on the host, with `optimizer_cpu_offload`.", ge=0, le=1),
@@ -142,9 +148,9 @@ class MegatronFp8Config:
 class MegatronLoraConfig:
     """`policy.megatron_cfg.peft`: train low-rank adapters instead of the model's own weights."""
 
-    enabled: Annotated[bool, doc("Use LoRA: the model's weights are frozen; refits and exports send merged ones.")] = (
-        False
-    )
+    enabled: Annotated[
+        bool, doc("Train adapters (LoRA) and freeze the model; refits and exports send merged weights.")
+    ] = False
     target_modules: Annotated[
         tuple[str, ...],
         doc(
@@ -157,8 +163,10 @@ class MegatronLoraConfig:
     ] = ()
     dim: Annotated[int, doc("Rank of the adapters.", ge=1)] = 8
     alpha: Annotated[int, doc("Adapter outputs are scaled by alpha / dim.", ge=1)] = 32
-    dropout: Annotated[float, doc("Dropout probability in training.", ge=0, lt=1)] = 0.0
-    dropout_position: Annotated[Literal["pre", "post"], doc("Drop out an adapter's inputs or its outputs.")] = "post"
+    dropout: Annotated[float, doc("Dropout probability of adapters in training.", ge=0, lt=1)] = 0.0
+    dropout_position: Annotated[
+        Literal["pre", "post"], doc("Apply dropout to an adapter's inputs (pre) or outputs (post).")
+    ] = "post"
     lora_A_init_method: Annotated[
         Literal["xavier", "normal", "kaiming"], doc("Initialization of A: Xavier normal, normal or Kaiming uniform.")
     ] = "xavier"
@@ -202,7 +210,7 @@ class MegatronConfig:
         Literal["full", "selective"], doc("What to recompute: whole layers or only `recompute_modules`.")
     ] = "full"
     recompute_modules: Annotated[
-        tuple[str, ...] | None, doc("Modules to recompute when selective, such as `[mlp]`; null for `[core_attn]`.")
+        tuple[str, ...] | None, doc("Modules to recompute with `selective`, such as `[mlp]`; null for `[core_attn]`.")
     ] = None
     fine_grained_activation_offloading: Annotated[
         bool, doc("Offload the activations of `offload_modules` to the host between the forward and the backward pass.")
@@ -214,7 +222,7 @@ class MegatronConfig:
             "mixture-of-experts models, mlp_norm, expert_fc1 and moe_act. Pays with long rows (docs/guides/memory.md)."
         ),
     ] = None
-    min_offloaded_tensor_size: Annotated[int, doc("Smaller tensors stay on the GPU. In elements, not bytes.", ge=0)] = (
+    min_offloaded_tensor_size: Annotated[int, doc("Tensors with fewer elements (not bytes) stay on the GPU.", ge=0)] = (
         1048576
     )
     activation_offload_fraction: Annotated[
@@ -271,7 +279,7 @@ class MegatronConfig:
         ),
     ] = 0.0
     moe_router_dtype: Annotated[
-        Literal["fp32", "fp64"] | None, doc("Type of the router's compute; null for the model's type.")
+        Literal["fp32", "fp64"] | None, doc("Type of the router's computations; null for the model's type.")
     ] = "fp64"
     moe_permute_fusion: Annotated[bool, doc("Use fused kernels to sort tokens by expert.")] = True
     moe_token_dispatcher_type: Annotated[
@@ -282,9 +290,9 @@ class MegatronConfig:
         doc("Use a fused kernel for rotary embeddings; false for YaRN, since the kernel omits its attention factor."),
     ] = True
     bias_activation_fusion: Annotated[bool, doc("Use a fused kernel for bias and activation if there is one.")] = True
-    defer_fp32_logits: Annotated[bool, doc("Cast logits to float32 in chunks; needs `policy.logprob_chunk_size`.")] = (
-        False
-    )
+    defer_fp32_logits: Annotated[
+        bool, doc("Cast logits to float32 in chunks, to save memory; needs `policy.logprob_chunk_size`.")
+    ] = False
     env_vars: Annotated[dict[str, str] | None, doc("Environment variables of the policy workers.")] = None
     fp8_cfg: Annotated[MegatronFp8Config, doc("8-bit matrix products.")]
     peft: Annotated[MegatronLoraConfig, doc("Low-rank adapters (LoRA).")]
