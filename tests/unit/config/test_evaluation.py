@@ -221,6 +221,9 @@ def test_another_model_or_reward_under_the_same_name_is_refused(
     save_model_folder(tmp_path / "model", 1, qwen3_config(tied=True, num_layers=1, hidden_size=32))
     with pytest.raises(ConfigError, match=r"generation\.model_name=.*model, which is something else .* to start anew$"):
         evaluated("other")
+    with pytest.raises(ConfigError, match=r"no response has one; return Scores"):
+        evaluated("votes", *mine)
+    assert evaluated("votes", *mine, "eval.metric=pass@k").num_asked == 0  # its answers were there
     (tmp_path / "other/unfinished.json").unlink()
     assert evaluated("other").num_asked == 2 * 6
 
