@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from nemo_offload_rl.data.readers import plain_row
 from nemo_offload_rl.keys.data import (
     BinaryPreferenceConfig,
@@ -61,7 +63,7 @@ def with_given_rows[Data: (DataConfig, EvalDataConfig, SftDataConfig, DpoDataCon
 
 def _source(data: Any, rows: Rows, name: str) -> Any:
     is_table = hasattr(rows, "column_names")  # a `datasets.Dataset`
-    found: Sequence[Any] = [plain_row(row) if is_table else _with_lists(row) for row in rows]
+    found: Sequence[Any] = [_readable(row, is_table) if isinstance(row, Mapping) else row for row in rows]
     columns = set(found[0]) if found and isinstance(found[0], Mapping) else set()
     default = {key: getattr(data.default, key) for key in keys_of(TaskKeys) if hasattr(data.default, key)}
     common = {"path": name, "split_validation_size": 0.0, "seed": 0, **default}
@@ -94,10 +96,17 @@ def _is_answered(messages: Any) -> bool:
     return isinstance(last, Mapping) and last.get("role", last.get("from")) in ("assistant", "gpt")
 
 
+_READ = ("prompt", "answer", "completion", "messages", "conversations", "chosen", "rejected", "tools")
+
+
+def _readable(row: Mapping[str, Any], is_table: bool) -> dict[str, Any]:
+    """The row with the columns that are read as those of a file are; all others stay as they are."""
+    read = {key: _with_lists(row[key]) for key in _READ if key in row}
+    return {**row, **(plain_row(read) if is_table else read)}
+
+
 def _with_lists(value: Any) -> Any:
     """Turn arrays of NumPy, which rows of pandas have, into lists."""
     if isinstance(value, Mapping):
         return {key: _with_lists(entry) for key, entry in value.items()}
-    if isinstance(value, list) or getattr(value, "ndim", 0) == 1:
-        return [_with_lists(entry) for entry in value]
-    return value
+    return [_with_lists(entry) for entry in value] if isinstance(value, list | np.ndarray) else value

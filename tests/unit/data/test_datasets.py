@@ -149,6 +149,7 @@ def test_a_prompt_is_what_transformers_renders_whatever_form_and_source_it_has(t
 
     parts = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in TURNS]
     rows = [{"prompt": parts, "answer": ["2", "two"], "tools": json.dumps(TOOLS)}, {"prompt": parts, "answer": ["2"]}]
+    rows[0]["level"] = {"a": None, "b": 1}  # which rewards read, is left as it is
     table = Dataset.from_list(rows)
     names = {"role": "from", "content": "value"}
     shared = [{names.get(key, key): value for key, value in turn.items()} for turn in TURNS]
@@ -173,6 +174,8 @@ def test_a_prompt_is_what_transformers_renders_whatever_form_and_source_it_has(t
     assert tokenizer.decode(prompt.token_ids) == prompt.text
     assert prompt.question == "What is 1+1?"
     assert prompt.reference_answer == ("2" if form in ("sharegpt", "python") else ["2", "two"])
+    if form in ("datasets", "pandas"):
+        assert prompt.metadata["level"] == {"a": None, "b": 1}
 
 
 def test_unusable_rows_of_every_kind_are_left_out_and_told_with_file_and_line(tmp_path, caplog):
