@@ -98,9 +98,9 @@ def learning(figure: Figure) -> None:
             points = zip(*curves["validation"], strict=True)
             accuracy.plot(*points, marker="o", markersize=3, label=label, color=color, linestyle=line)
     for axis, title in ((rewards, "mean reward"), (accuracy, "held-out accuracy")):
-        axis.set_title(title, fontsize=10)
+        axis.set_title(title, fontsize=11)
         axis.set_xlabel("step")
-        axis.legend(frameon=False, fontsize=8)
+        axis.legend(frameon=False, fontsize=10)
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"GRPO on additions, 3.2 M parameters, one {result['machine']['gpu']}", fontsize=11)
 
@@ -118,8 +118,8 @@ def peers(figure: Figure) -> None:
         colors = [BLUE if label.startswith("nemo_offload_rl") else GREY for label in rows]
         axis.barh(list(rows), values, color=colors)
         for index, value in enumerate(values):
-            axis.text(value, index, f" {value:.2f}", va="center", fontsize=8)
-        axis.set_title(title, fontsize=10)
+            axis.text(value, index, f" {value:.2f}", va="center", fontsize=10)
+        axis.set_title(title, fontsize=11)
         axis.spines[["top", "right"]].set_visible(False)
         axis.invert_yaxis()
     below.set_xscale("log")
@@ -137,10 +137,10 @@ def main() -> None:
     for draw, name, size in (
         (memory, "grpo_gpu_memory.svg", (6.6, 3.7)),
         (learning, "grpo_learning.svg", (6.6, 5.4)),
-        (peers, "residency_peers.svg", (6.6, 6.2)),
+        (peers, "residency_peers.svg", (6.6, 7.4)),
     ):
         figure, text = Figure(figsize=size, layout="constrained"), io.StringIO()
-        with matplotlib.rc_context({"font.size": 11} if draw is memory else {}):
+        with matplotlib.rc_context({"font.size": 11}):
             draw(figure)
             figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
         inked_svg = text.getvalue().replace(INK, "currentColor").replace("<defs>", f"{STYLE}<defs>", 1)
