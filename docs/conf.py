@@ -7,7 +7,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent / "ext
 
 project = "nemo_offload_rl"
 copyright = "the authors of nemo_offload_rl"  # the name that Sphinx reads
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "answers"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "answers"]
 exclude_patterns = ["_build"]
 
 myst_heading_anchors = 4  # links such as page.md#heading, as GitHub makes them
@@ -32,6 +32,7 @@ index_phrases = {
     "start/data": {"your-own-data": ["dataset", "data set"]},
 }
 
+copybutton_prompt_text = "$ "
 highlight_language = "none"  # blocks without a language are shown as they are
 html_theme = "furo"
 html_use_index = False  # the search has its entries
