@@ -191,8 +191,8 @@ def _wait_until_confined(process: subprocess.Popen[bytes], control: int) -> None
     for layer in set(told["missing"]) - _told_missing:
         _told_missing.add(layer)
         _LOG.warning(
-            "code of a model is confined by the filter of system calls and by limits, without %s: this machine does "
-            "not offer it (docs/guides/your-own-reward.md)",
+            "a model's code is confined by the filter of system calls and by limits, but not by %s, which this machine "
+            "does not offer (docs/guides/your-own-reward.md)",
             layer,
         )
 

@@ -61,7 +61,7 @@ class _Program(ctypes.Structure):
 
 
 def confine(memory_bytes: int, cpu_s: int, parent: int) -> list[str]:
-    """Give up for good every right that code of a model must not have.
+    """Give up permanently every right that a model's code must not have.
 
     Args:
         memory_bytes: Address space of the process.
@@ -81,7 +81,7 @@ def confine(memory_bytes: int, cpu_s: int, parent: int) -> list[str]:
         raise _Refused(_NO_FILTER)
     missing = [] if _restrict_by_landlock() else ["Landlock"]
     if not _drop_rights():
-        missing.append("a user without rights")
+        missing.append("an unprivileged user")
     die_with_parent(parent)  # again, because a change of the user clears it
     _limit(memory_bytes, cpu_s)
     if not _filter_system_calls():
@@ -90,8 +90,8 @@ def confine(memory_bytes: int, cpu_s: int, parent: int) -> list[str]:
 
 
 _NO_FILTER = (
-    "this machine permits no filter of system calls (seccomp on x86-64 Linux), and without it code of a model is not "
-    "run; allow it in the container's profile"
+    "this machine does not permit a filter of system calls (seccomp on x86-64 Linux), and a model's code is not run "
+    "without one; allow it in the container's profile"
 )
 
 
