@@ -152,8 +152,8 @@ def _cells(path: Path, lines: Any) -> Iterator[tuple[str, list[str]]]:
 def _of_csv(names: Sequence[str], origin: str, cells: Sequence[str]) -> Record:
     if len(cells) != len(names):
         raise DataError(
-            f"{origin} has {len(cells)} cells, and the first line names {len(names)} columns; write as many, and put "
-            'cells that contain a comma, a line break or " in quotes'
+            f"{origin}: the number of cells is {len(cells)}, but the first line names {len(names)} columns; write as "
+            'many, and put cells that contain a comma, a line break or " in quotes'
         )
     return Record(dict(zip(names, cells, strict=True)), origin)
 

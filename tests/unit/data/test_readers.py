@@ -140,7 +140,7 @@ def test_rows_that_are_no_objects_are_left_out_if_so_told_and_the_error_says_how
         bad.tell("d", num_left=0)
     with pytest.raises(DataError, match=r"d\.jsonl:2 is not JSON .*; or leave such rows out with data\.bad_rows=drop$"):
         read_records(tmp_path / "d.jsonl")
-    with pytest.raises(DataError, match=r"e\.csv:3 has 1 cells, and the first line names 2 columns"):
+    with pytest.raises(DataError, match=r"e\.csv:3: the number of cells is 1, but the first line names 2 columns"):
         read_records(tmp_path / "e.csv")
 
 
