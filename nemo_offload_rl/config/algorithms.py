@@ -12,6 +12,7 @@ from nemo_offload_rl.config.convert import (
     to_eval_config,
     to_grpo_config,
     to_sft_config,
+    with_cpu_cache,
 )
 from nemo_offload_rl.config.rules import DISTILLATION_RULES, DPO_RULES, GRPO_RULES, SFT_RULES, check_rules
 from nemo_offload_rl.config.rules.base import RuleSet
@@ -56,7 +57,7 @@ class Algorithm:
         Raises:
             ConfigError: One line that says what is wrong and what to change.
         """
-        cfg = validate_keys(resolved, self.keys)
+        cfg = with_cpu_cache(validate_keys(resolved, self.keys))
         check_rules(cfg, self.rules)
         return cfg
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.data_source import TaskKeys
 from nemo_offload_rl.keys.engine import EndpointSettings, VllmSettings
+from nemo_offload_rl.keys.generation import VllmConfig
 from nemo_offload_rl.keys.master import (
     DistillationConfig,
     DistillationMasterConfig,
@@ -24,9 +25,29 @@ from nemo_offload_rl.keys.master import (
     SftMasterConfig,
 )
 from nemo_offload_rl.keys.policy import TeacherConfig
+from nemo_offload_rl.keys.run import ClusterConfig
 from nemo_offload_rl.keys.section import as_written, extend, from_mapping, keys_of
 from nemo_offload_rl.keys.worker import PolicySettings, TeacherSettings, grpo_worker, supervised_worker
 from nemo_offload_rl.utils.sockets import listening
+
+CPU_KV_CACHE_GIB = 1.0
+
+
+def with_cpu_cache[Config](cfg: Config) -> Config:
+    """Give the KV cache of an engine on a CPU a size, if no key does: a share of a GPU's memory says nothing there."""
+    if isinstance(cfg, EvalMasterConfig):
+        vllm = _with_cache(cfg.generation.vllm_cfg, cfg.cluster)
+        return replace(cfg, generation=replace(cfg.generation, vllm_cfg=vllm))
+    if isinstance(cfg, RolloutMasterConfig):
+        generation = cfg.policy.generation
+        generation = replace(generation, vllm_cfg=_with_cache(generation.vllm_cfg, cfg.cluster))
+        return replace(cfg, policy=replace(cfg.policy, generation=generation))
+    return cfg
+
+
+def _with_cache(vllm: VllmConfig, cluster: ClusterConfig) -> VllmConfig:
+    is_set = bool(cluster.gpus_per_node) or vllm.kv_cache_memory_gib is not None
+    return vllm if is_set else replace(vllm, kv_cache_memory_gib=CPU_KV_CACHE_GIB)
 
 
 def to_grpo_config(cfg: GrpoMasterConfig, resolved: Mapping[str, Any]) -> GrpoConfig:

@@ -23,7 +23,7 @@ class VllmConfig:
         float, doc("Fraction of the GPU's memory that the engine may use while awake.", gt=0, lt=1)
     ] = 0.6
     kv_cache_memory_gib: Annotated[
-        float | None, doc("Fixed size of the KV cache in GiB, instead of that fraction; needed on CPU.", gt=0)
+        float | None, doc("Fixed size of the KV cache in GiB, instead of that fraction; null is 1 GiB on CPU.", gt=0)
     ] = None
     enable_sleep_mode: Annotated[
         bool,

@@ -70,14 +70,9 @@ def every_row_is_evaluated(cfg: EvalMasterConfig) -> str | None:
 
 
 def evaluating_engine_fits_its_devices(cfg: EvalMasterConfig) -> str | None:
-    """An engine on a CPU has a KV cache of fixed size, and its tensor-parallel size divides the devices of a host."""
-    vllm, cluster = cfg.generation.vllm_cfg, cfg.cluster
-    if cluster.gpus_per_node == 0 and vllm.kv_cache_memory_gib is None:
-        return (
-            "generation.vllm_cfg.kv_cache_memory_gib is null, but cluster.gpus_per_node is 0 and "
-            "gpu_memory_utilization has no meaning on CPU; set it, for instance to 0.25"
-        )
-    return engine_devices_problem(vllm.tensor_parallel_size, cluster.workers_per_node, section="generation")
+    """The engine's tensor-parallel size divides the devices of a host."""
+    size, per_node = cfg.generation.vllm_cfg.tensor_parallel_size, cfg.cluster.workers_per_node
+    return engine_devices_problem(size, per_node, section="generation")
 
 
 def evaluation_kwargs_are_allowed(cfg: EvalMasterConfig) -> str | None:

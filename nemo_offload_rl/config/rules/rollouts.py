@@ -103,16 +103,6 @@ def rollouts_are_not_greedy(cfg: RolloutMasterConfig) -> str | None:
     return None
 
 
-def cpu_engine_has_a_fixed_cache(cfg: RolloutMasterConfig) -> str | None:
-    """An engine on CPU needs `kv_cache_memory_gib`."""
-    if cfg.cluster.gpus_per_node == 0 and cfg.policy.generation.vllm_cfg.kv_cache_memory_gib is None:
-        return (
-            "policy.generation.vllm_cfg.kv_cache_memory_gib is null, but cluster.gpus_per_node is 0 and "
-            "gpu_memory_utilization has no meaning on CPU; set it, for instance to 0.25"
-        )
-    return None
-
-
 def vllm_kwargs_are_allowed(cfg: RolloutMasterConfig) -> str | None:
     """`vllm_kwargs` sets nothing that has a key, or that would change the model, its devices or its samples."""
     return vllm_kwargs_problem(cfg.policy.generation.vllm_kwargs, "policy.generation.vllm_kwargs")
@@ -203,7 +193,6 @@ RULES: tuple[Rule[RolloutMasterConfig], ...] = (
     further_turns_answer_something,
     endpoint_can_be_served,
     rollouts_are_not_greedy,
-    cpu_engine_has_a_fixed_cache,
     vllm_kwargs_are_allowed,
     engine_weights_are_what_a_refit_brings,
     engines_have_devices,

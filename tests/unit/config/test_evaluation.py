@@ -32,7 +32,10 @@ BROKEN: dict[str, tuple[list[str], str]] = {
     "prompts_leave_room_for_a_response": (["data.max_input_seq_length=2048"], "leaves no room for a response"),
     "evaluated_environments_exist": (["data.default.env_name=chess"], "scored by the environment chess"),
     "every_row_is_evaluated": (["+data.validation.split_validation_size=0.1"], "all rows are evaluated"),
-    "evaluating_engine_fits_its_devices": (["cluster.gpus_per_node=0"], "kv_cache_memory_gib is null"),
+    "evaluating_engine_fits_its_devices": (
+        ["generation.vllm_cfg.tensor_parallel_size=2"],
+        "does not divide the 1 devices of a host",
+    ),
     "evaluation_serves_no_endpoint": (["+generation.vllm_cfg.expose_http_server=true"], "serves nothing over HTTP"),
     "evaluation_kwargs_are_allowed": (["+generation.vllm_kwargs.load_format=dummy"], "generation.vllm_kwargs.load_f"),
 }
@@ -66,6 +69,13 @@ def test_greedy_and_sampled_differ_in_the_temperature_alone() -> None:
     assert (sampled.temperature, sampled.top_p, sampled.top_k) == (0.7, 0.9, 5)
     assert (greedy.temperature, greedy.top_p, greedy.top_k) == (0.0, 1.0, None)
     assert sampled.max_new_tokens == greedy.max_new_tokens == 2048
+
+
+def test_on_a_cpu_the_engine_needs_no_keys_of_its_own() -> None:
+    assert load_eval_config(EVAL).engine.kv_cache_memory_gib is None
+    assert load_eval_config(EVAL, ["cluster.gpus_per_node=0"]).engine.kv_cache_memory_gib == 1.0
+    config = load_grpo_config("examples/configs/grpo_math_1B.yaml", {"cluster.gpus_per_node": 0})
+    assert config.engine.kv_cache_memory_gib == config.worker.engine_kv_cache_gib == 1.0
 
 
 def test_a_run_of_another_kind_is_told_its_script() -> None:

@@ -160,7 +160,6 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
         (["policy.generation.vllm_cfg.max_model_len=24"], "is not below policy.generation.vllm_cfg.max_model_len 24"),
     ],
     "rollouts_are_not_greedy": [(["policy.generation.temperature=0"], "set it above 0")],
-    "cpu_engine_has_a_fixed_cache": [(["policy.generation.vllm_cfg.kv_cache_memory_gib=null"], "set it, for instance")],
     "vllm_kwargs_are_allowed": [
         (["+policy.generation.vllm_kwargs.max_model_len=8"], "use policy.generation.vllm_cfg.max_model_len"),
         (["+policy.generation.vllm_kwargs.dtype=auto"], "use policy.generation.vllm_cfg.precision"),
