@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+import grpc
 import psutil
 
 from nemo_offload_rl.errors import ConfigError
@@ -53,7 +54,7 @@ def check_environment(settings: ClusterConfig, environment: Mapping[str, str] = 
     """
     address = cluster_address(environment)
     if address is not None:
-        _check_address(address)
+        _check_address(address, environment)
     else:
         _check_folders(environment)
         _check_interfaces(environment)
@@ -86,8 +87,8 @@ def refuse_expandable_segments(environment: Mapping[str, str] = os.environ) -> N
             )
 
 
-def _check_address(address: str) -> None:
-    """Refuse an address that is not a cluster's, or where nothing listens; Ray itself would try for minutes."""
+def _check_address(address: str, environment: Mapping[str, str]) -> None:
+    """Refuse an address where no cluster answers; Ray itself would try for minutes."""
     kind, separator, rest = address.partition("://")
     if separator:
         kinds = {"ray": "Ray Client's, whose driver is outside of the cluster", "http": "the dashboard's"}
@@ -108,6 +109,22 @@ def _check_address(address: str) -> None:
             f"no Ray cluster answers at RAY_ADDRESS={address} ({error.strerror or error}); start it, or unset "
             "RAY_ADDRESS to use this machine"
         ) from error
+    if environment.get("RAY_USE_TLS") != "1" and not _speaks_grpc(address):
+        raise ConfigError(
+            f"what answers at RAY_ADDRESS={address} is not Ray's GCS; use the port of `ray start --head`, 6379 "
+            "unless --port changes it, or unset RAY_ADDRESS to use this machine"
+        )
+
+
+def _speaks_grpc(address: str) -> bool:
+    channel = grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)])
+    try:
+        grpc.channel_ready_future(channel).result(timeout=_ANSWER_TIMEOUT_S)
+    except grpc.FutureTimeoutError:
+        return False
+    finally:
+        channel.close()
+    return True
 
 
 def chosen_folder(environment: Mapping[str, str] = os.environ) -> tuple[str, str]:

@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 _DAEMON_END_S = 1.0
 _SHUTDOWN_S = 60.0
 _HOST_TIMEOUT_S = 120.0
+_HAS_LOST_RAY = threading.Event()  # this process cannot start Ray again
 
 
 class Group(Workers, Protocol):
@@ -186,6 +187,11 @@ def cluster_session(
     """
     if settings.device_type == "cuda":
         refuse_expandable_segments()
+    if _HAS_LOST_RAY.is_set():
+        raise ConfigError(
+            "Ray's processes ended during an earlier run of this process, which cannot start Ray again; start a new "
+            "process (in a notebook, restart the kernel)"
+        )
     dump_stacks_on_signal()  # else the signal that asks workers for their stacks would end this process
     started_here = not ray.is_initialized()
     cluster: VirtualCluster | None = None
@@ -293,6 +299,7 @@ def _end_without_ray(status: int) -> None:
     Args:
         status: Exit status of this process.
     """
+    _HAS_LOST_RAY.set()
     atexit.register(_exit_at_once, status)
     processes = psutil.Process().children(recursive=True)
     for process in processes:

@@ -38,22 +38,26 @@ def saving(folder: Path) -> tuple[str, ...]:
     return f"checkpointing.checkpoint_dir={folder}", "checkpointing.enabled=true", "checkpointing.save_period=100000"
 
 
-def test_ctrl_c_saves_and_ends_the_run_as_interrupted(start_endless_grpo, joined, tmp_path):
-    run = start_endless_grpo(*saving(tmp_path / "checkpoints"), env=joined())
+def test_ctrl_c_saves_and_ends_the_run_as_interrupted_and_the_process_can_run_again(
+    start_endless_grpo, joined, tmp_path
+):
+    keys = *saving(tmp_path / "checkpoints"), "checkpointing.keep_top_k=2"
+    run = start_endless_grpo(*keys, env=joined(), script="tests/support/interrupted_grpo.py")
     run.wait_for_step(2)
     # A terminal sends the signal to the whole process group.
     for process in (*run.children, psutil.Process(run.script.pid)):
         process.send_signal(signal.SIGINT)
     assert run.wait(TIMEOUT_S) == (130, "interrupted", [])
-    (checkpoint,) = (tmp_path / "checkpoints").glob("step_*")
+    shown = [int(step) for step in re.findall(r"^step (\d+)/", run.script.stdout.read_text(), re.M)]
+    assert shown == [*range(1, len(shown) + 1)]
+    checkpoint, later = (tmp_path / "checkpoints" / f"step_{step}" for step in shown[-2:])
+    assert {path.name for path in (tmp_path / "checkpoints").glob("step_*")} == {checkpoint.name, later.name}
     assert run.script.stderr.read_text().endswith(
         f"  checkpoint  {checkpoint}\n"
         f"  logs        {tmp_path / 'run'}\n"
         f"  report      python -m nemo_offload_rl.report {tmp_path / 'run'}\n"
         "  go on       start the same command again\n"
     )
-    (last_shown,) = re.findall(r"^step (\d+)/", run.script.stdout.read_text(), re.M)[-1:]
-    assert checkpoint.name == f"step_{last_shown}"
 
 
 def test_a_spot_instance_whose_processes_all_get_sigterm_saves_before_it_ends(start_endless_grpo, tmp_path):

@@ -6,11 +6,14 @@ import re
 import resource
 import socket
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
 from echo_workers import cpu_cluster
 
+from nemo_offload_rl.distributed import preflight
 from nemo_offload_rl.distributed.preflight import check_environment, cluster_address, session_folder
 from nemo_offload_rl.errors import ConfigError
 
@@ -46,11 +49,18 @@ def test_an_address_of_another_kind_is_refused_with_what_to_use(address: str, wo
     assert re.match(f"RAY_ADDRESS={re.escape(address)} {words}", refusal({"RAY_ADDRESS": address}))
 
 
-def test_an_address_where_something_listens_passes() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        check_environment(CPU, {"RAY_ADDRESS": address})
-    assert "no Ray cluster answers at RAY_ADDRESS=" in refusal({"RAY_ADDRESS": address})
+def test_only_an_address_where_a_server_of_ray_s_kind_answers_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = grpc.server(ThreadPoolExecutor(1))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    check_environment(CPU, {"RAY_ADDRESS": address})
+    server.stop(None).wait()
+    assert refusal({"RAY_ADDRESS": address}).startswith(f"no Ray cluster answers at RAY_ADDRESS={address} (")
+    monkeypatch.setattr(preflight, "_ANSWER_TIMEOUT_S", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        assert refusal({"RAY_ADDRESS": address}).startswith(f"what answers at RAY_ADDRESS={address} is not Ray's GCS; ")
 
 
 def test_folders_that_cannot_be_written_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
