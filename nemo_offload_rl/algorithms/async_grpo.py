@@ -55,9 +55,8 @@ class RolloutsAhead:
         loop.engine.around_refit = self._held if cfg.in_flight_weight_updates else self._drained
         if cfg.max_trajectory_age_steps > 1 and not cfg.in_flight_weight_updates:
             logger.warning(
-                "grpo.async_grpo.max_trajectory_age_steps=%d makes rollouts older and nothing faster, because each "
-                "update of the engine waits for all rollouts under way; set in_flight_weight_updates to true, or the "
-                "age to 1",
+                "grpo.async_grpo.max_trajectory_age_steps=%d makes rollouts older but nothing faster: each update of "
+                "the engine waits for all rollouts under way; set in_flight_weight_updates to true, or the age to 1",
                 cfg.max_trajectory_age_steps,
             )
 

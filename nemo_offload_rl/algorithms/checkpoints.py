@@ -140,9 +140,9 @@ class CheckpointKeeper:
         ranks = settings.enabled and self.ranks_by_validation and settings.keep_top_k is not None
         if ranks and val_period and settings.save_period % val_period:
             logger.warning(
-                "checkpoints come every %d steps and validations every %d: those without a validation have no %s, and "
-                "are the first that checkpointing.keep_top_k removes; make checkpointing.save_period a multiple of "
-                "val_period to rank all",
+                "there is a checkpoint every %d steps and a validation every %d: a checkpoint without a validation has "
+                "no %s, and checkpointing.keep_top_k removes it first; make checkpointing.save_period a multiple of "
+                "val_period",
                 settings.save_period, val_period, settings.metric_name,
             )  # fmt: skip
 
@@ -278,7 +278,9 @@ class CheckpointKeeper:
                 read it.
         """
         if not checkpoint.checksums:
-            logger.warning("%s has no checksums, since an earlier version wrote it: not checked", checkpoint.folder)
+            logger.warning(
+                "%s was written by an earlier version, without checksums: its files are not checked", checkpoint.folder
+            )
         if damage := policy.damaged_files(checkpoint.folder, checkpoint.checksums):
             older = self._continuable(before=checkpoint.step)
             sound = next((it for it in older if not policy.damaged_files(it.folder, _read_at_resume(it))), None)
@@ -319,7 +321,7 @@ class CheckpointKeeper:
             path = checkpoint.folder / name
             if checkpoint.has_optimizer and Path(name).parts[0] == EXPORT_FOLDER:
                 logger.warning(
-                    "%s %s: do not use this folder; the run goes on from policy/, which is sound", path, fault
+                    "%s %s: do not use that folder; the run goes on from policy/, which is not damaged", path, fault
                 )
             else:
                 raise CheckpointError(f"{path} {fault}, so this checkpoint is damaged; {fallback}")
@@ -358,7 +360,7 @@ class CheckpointKeeper:
             try:
                 found.append(_read_record(self._folder / f"step_{step}"))
             except CheckpointError as error:
-                logger.warning("left out: %s", error)
+                logger.warning("a checkpoint is ignored: %s", error)
         return found
 
     def _prune(self) -> None:
@@ -444,7 +446,7 @@ def _read_record(folder: Path, remedy: str | None = None) -> Checkpoint:
     if record:
         own_checksum = record.pop(_OWN_CHECKSUM, None)
         if own_checksum is not None and own_checksum != bytes_checksum(json.dumps(record).encode()):
-            raise CheckpointError(f"{path} is not as it was written, so this checkpoint is damaged; {remedy}")
+            raise CheckpointError(f"{path} has changed since it was written, so this checkpoint is damaged; {remedy}")
         # Earlier versions did not write these.
         missing: dict[str, Any] = {"total_tokens": 0.0, "algorithm": "", "identity": {}, "checksums": {}}
         record = missing | record

@@ -72,7 +72,7 @@ class ReferenceFile:
             logger.warning("%s cannot be read (%s): reference logprobs are computed anew", self.path, error)
             return None
         if about.get(_CHECKSUM, "") not in ("", bytes_checksum(save(tensors))):
-            logger.warning("%s is not as it was written: reference logprobs are computed anew", self.path)
+            logger.warning("%s has changed since it was written: reference logprobs are computed anew", self.path)
             return None
         if about.get(_KEY) != self._fingerprint:
             logger.warning("%s is of other data or another model: reference logprobs are computed anew", self.path)

@@ -110,8 +110,8 @@ class StopSignals:
             return
         assert self.received is not None
         logger.warning(
-            "%s: the run saves and ends after this step, or without it once %g s have passed "
-            "(checkpointing.grace_s); a second signal ends it at once",
+            "%s: the run saves and ends after this step; if the step takes more than %g s (checkpointing.grace_s), the "
+            "run ends without it. A second signal ends it at once",
             self.received.name,
             self._grace_s,
         )
@@ -254,7 +254,7 @@ class RunEnd:
         if step >= last_step:
             return True
         if self._deadline.reached and self._signals.received is None:
-            self._say(f"ended after step {step} of {last_step}: checkpointing.checkpoint_must_save_by")
+            self._say(f"ended after step {step} of {last_step}, as checkpointing.checkpoint_must_save_by asks")
         self._is_stopping = self._deadline.reached or self._signals.received is not None
         return self._is_stopping
 

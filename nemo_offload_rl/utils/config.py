@@ -240,7 +240,7 @@ def _load_with_defaults(path: Path, seen: tuple[Path, ...]) -> DictConfig:
     resolved_path = path.resolve()
     if resolved_path in seen:
         chain = " -> ".join(p.name for p in (*seen, resolved_path))
-        raise ConfigError(f"{path}: `defaults` go in a circle ({chain}); remove one of them")
+        raise ConfigError(f"{path}: `defaults` form a circle ({chain}); remove one of them")
     return _with_defaults(_read_yaml(path), path, (*seen, resolved_path))
 
 

@@ -204,8 +204,8 @@ class RunLogger:
         except OSError as error:
             if not self._is_refused:
                 _LOG.warning(
-                    "logger.log_dir %s cannot be written (%s); the run goes on without samples and rollouts there, and "
-                    "metrics are written later; free space",
+                    "logger.log_dir %s cannot be written (%s): the run goes on, but samples and rollouts are lost, and "
+                    "metrics wait for room; free space",
                     self.run_dir,
                     error.strerror,
                 )

@@ -105,7 +105,11 @@ class MemorySampler:
                     file.write(line)
             except OSError as error:
                 self._is_refused = True  # a part of the line may stand there
-                logger.warning("%s gets no more samples: %s; metrics have the highest of each step", self._path, error)
+                logger.warning(
+                    "%s gets no more samples: %s; the metrics still have the highest values of each step",
+                    self._path,
+                    error,
+                )
 
     def _sample(self, now_s: float) -> str:
         """Take a sample, note its highest values, and return its line."""

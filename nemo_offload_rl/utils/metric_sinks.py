@@ -101,7 +101,7 @@ class LossySink:
             call(self._sink)
         except Exception as error:
             self._sink = None
-            _LOG.warning("%s is lost and gets no more of this run, which goes on: %s", self._name, _reason(error))
+            _LOG.warning("%s has failed and gets no more metrics; the run goes on: %s", self._name, _reason(error))
             with suppress(Exception):
                 self._abandon()
 
@@ -333,7 +333,9 @@ def open_sinks(settings: LoggerConfig, run: RunOfSinks) -> list[MetricSink]:
 
 def _section[Section](section: Section | None, name: str) -> Section:
     if section is None:
-        raise ConfigError(f"logger.{name}_enabled is true, but the section logger.{name} is gone; keep it")
+        raise ConfigError(
+            f"logger.{name}_enabled is true, but there is no section logger.{name}; add it, or set that key to false"
+        )
     return section
 
 

@@ -187,7 +187,7 @@ def test_a_deadline_ends_the_run_though_rollouts_are_under_way(tmp_path, model):
 
 def test_more_than_one_step_ahead_is_warned_of_where_every_update_waits_for_all_rollouts(tmp_path, model, caplog):
     run(tmp_path / "two", model, *collected_ahead(2), steps=1)
-    assert "max_trajectory_age_steps=2 makes rollouts older and nothing faster" in caplog.text
+    assert "max_trajectory_age_steps=2 makes rollouts older but nothing faster" in caplog.text
     caplog.clear()
     run(tmp_path / "one", model, *collected_ahead(1), steps=1)
     assert "makes rollouts older" not in caplog.text

@@ -252,7 +252,7 @@ def test_a_checkpoint_of_a_version_that_counted_no_tokens_is_read(tmp_path, capl
     older = CheckpointKeeper(make_settings(tmp_path), "sft")
     assert older.newest().total_tokens == 0
     older.load(older.newest(), FilePolicy(), make_loader())
-    assert "step_10 has no checksums" in caplog.text
+    assert "step_10 was written by an earlier version, without checksums" in caplog.text
 
 
 def test_what_a_killed_run_left_unfinished_is_removed_and_a_replaced_folder_comes_back(tmp_path):
@@ -422,7 +422,7 @@ def test_a_record_that_was_changed_is_refused_whatever_it_says_now(tmp_path):
         save(keeper, step, 0.5)
     record = tmp_path / "step_20" / "progress.json"
     record.write_text(record.read_text().replace('"position": 0', '"position": 2'))
-    refused = r"step_20/progress\.json is not as it was written.*remove step_20 to go on from step_10"
+    refused = r"step_20/progress\.json has changed since it was written.*remove step_20 to go on from step_10"
     with pytest.raises(CheckpointError, match=refused):
         keeper.newest()
 

@@ -145,7 +145,7 @@ def test_a_run_saves_and_ends_before_its_deadline_and_goes_on_when_it_is_started
     (*_, last) = run.run()
     assert last < 1000
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [f"step_{last}"]
-    assert f"ended after step {last} of 1000: checkpointing.checkpoint_must_save_by" in run.shown
+    assert f"ended after step {last} of 1000, as checkpointing.checkpoint_must_save_by asks" in run.shown
     again = local_grpo(tmp_path, model, [MIXED] * 2, *keys, "checkpointing.checkpoint_must_save_by=null",
                        f"grpo.max_num_steps={last + 1}")  # fmt: skip
     assert max(again.run()) == last + 1

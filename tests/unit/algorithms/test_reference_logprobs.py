@@ -83,7 +83,7 @@ def test_what_was_written_is_read_for_the_same_fingerprint_alone(tmp_path, caplo
     content[-1] ^= 1  # the sign of a logprob is in the last byte
     path.write_bytes(content)
     assert ReferenceFile(path, "a").read() is None
-    assert "is not as it was written" in caplog.text
+    assert "has changed since it was written" in caplog.text
 
 
 def test_a_file_that_cannot_be_written_is_one_line(tmp_path):

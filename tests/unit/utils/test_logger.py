@@ -219,7 +219,7 @@ def test_a_full_disk_costs_one_warning_and_what_it_refused_is_written_when_there
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         logger.log(4, {"loss": 0.125})
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]
-    assert caplog.text.count("cannot be written (File too large); the run goes on") == 1
+    assert caplog.text.count("cannot be written (File too large): the run goes on") == 1
 
 
 def test_samples_with_characters_that_no_file_can_hold_are_written_by_their_codes(tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ def test_a_sink_that_fails_gets_nothing_more_and_one_of_python_code_ends_the_run
         for step in (1, 2):
             logger.log(step, {"loss": 0.5})
             logger.commit()
-    assert caplog.text.count("logger.sinks.0.target is lost and gets no more of this run, which goes on") == 1
+    assert caplog.text.count("logger.sinks.0.target has failed and gets no more metrics; the run goes on") == 1
     assert len(lines(tmp_path / "run")) == 2
     sink = _Sink()
     with (
@@ -301,12 +301,12 @@ def test_the_end_of_weights_and_biases_own_process_costs_a_warning(
             logger.commit()
     assert helpers
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
-    assert caplog.text.count("Weights & Biases is lost and gets no more of this run, which goes on: ") == 1
+    assert caplog.text.count("Weights & Biases has failed and gets no more metrics; the run goes on: ") == 1
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "prometheus"])
 def test_a_logger_needs_its_section(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"the section logger\.{name} is gone"):
+    with pytest.raises(ConfigError, match=rf"there is no section logger\.{name}"):
         RunLogger(settings(tmp_path, **{f"{name}_enabled": True}), {})
 
 
