@@ -130,7 +130,7 @@ def test_a_lesser_metric_is_better_when_told_so_and_an_unmeasured_one_is_the_wor
 @pytest.mark.parametrize(("val_period", "is_warned"), [(10, False), (5, False), (20, True), (3, True)])
 def test_saves_without_the_validation_that_ranks_them_are_told_of_at_the_start(tmp_path, caplog, val_period, is_warned):
     CheckpointKeeper(make_settings(tmp_path)).warn_of_unranked(val_period)  # saves every 10 steps
-    assert [f"validations every {val_period}" in message for message in caplog.messages] == [True] * is_warned
+    assert [f"a validation every {val_period}" in message for message in caplog.messages] == [True] * is_warned
     caplog.clear()
     CheckpointKeeper(make_settings(tmp_path, metric_name="train:loss")).warn_of_unranked(val_period)
     CheckpointKeeper(make_settings(tmp_path, keep_top_k=None)).warn_of_unranked(val_period)

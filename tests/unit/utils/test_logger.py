@@ -411,7 +411,7 @@ def test_mlflow_that_is_lost_costs_a_warning_and_not_the_run(
             logger.log(step, {"loss": 1.0})
             logger.log_samples(step, ["sample"])
     assert [line["step"] for line in lines(tmp_path / "run")] == [1, 2, 3]
-    assert caplog.text.count("MLflow is lost") == 1
+    assert caplog.text.count("MLflow has failed") == 1
 
 
 def test_mlflow_that_is_not_installed_is_one_line_with_its_fix(
