@@ -23,6 +23,7 @@ from nemo_offload_rl.protocols.scoring import Head, Positions, Reader, capped
 from nemo_offload_rl.utils.liveness import show_progress
 
 PREFIX = "causal_lm."
+_MOST_COMPILATIONS = 64
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,12 @@ def compile_layers(layers: nn.ModuleList) -> None:
 
     A layer compiled for the first size alone is compiled again at the next one, which may come hours later: in one run
     the fifth step then took 14 s instead of 0.6 s. Hooks of FSDP and checkpointing are not compiled.
+
+    All layers share one limit of compilations. Training, recomputation, logprobs and single rows each need their own,
+    more than torch's 8. Above the limit a layer runs uncompiled. If that begins between a forward pass and its
+    recomputation, the two save different tensors, and the backward pass fails (`CheckpointError`).
     """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_COMPILATIONS)
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True)
 

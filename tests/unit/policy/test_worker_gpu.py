@@ -74,6 +74,25 @@ def test_losses_logprobs_and_weights_are_bitwise_those_without_any_residency(var
     assert torch.equal(weights, expected_weights)
 
 
+def test_compiled_layers_are_recomputed_for_any_number_of_rows(tmp_path):
+    save_family(tmp_path, "qwen3")
+    process = ProcessInfo(rank=0, world_size=1, init_method="", device="cuda:0")
+    changes = {"torch_compile": True, "activation_checkpointing": True, "train_micro_batch_size": 32}
+    settings = make_settings(tmp_path, precision="bfloat16", logprob_batch_size=32, **changes)
+    worker = PolicyWorker(settings, process, keep_reference=False)
+    try:
+        for rows in (1, 4, 16, 32, 1, 5):
+            batch = make_batch(num_rows=32, seed=rows).select(range(rows))
+            worker.prepare_for_training()
+            loss, _ = worker.forward_backward(batch, NLLLoss())
+            assert loss > 0
+            worker.optim_step()
+            worker.prepare_for_lp_inference()
+            worker.get_logprobs(batch)
+    finally:
+        worker.shutdown()
+
+
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-moe", "mistral-window"])
 def test_a_deterministic_run_repeats_also_where_rows_are_longer_than_a_block_of_attention(family, tmp_path):
     save_family(tmp_path, family)

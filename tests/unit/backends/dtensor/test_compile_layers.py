@@ -17,15 +17,21 @@ class Layer(nn.Module):
         super().__init__()
         self.inner = nn.Linear(8, 8)
 
-    def forward(self, hidden: torch.Tensor, *, longest: int) -> torch.Tensor:
-        return torch.tanh(self.inner(hidden)) / longest
+    def forward(self, hidden: torch.Tensor, *, longest: int, kind: str = "") -> torch.Tensor:
+        return torch.tanh(self.inner(hidden)) / (longest + len(kind))
 
 
-@pytest.mark.parametrize("num_rows", [1, 3])
-def test_layers_of_varying_sizes_are_compiled_once_and_compute_the_same(monkeypatch, num_rows):
+@pytest.fixture(autouse=True)
+def without_kernels(monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
     counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_layers_of_varying_sizes_are_compiled_once_and_compute_the_same(num_rows):
     torch.manual_seed(0)
     layers = nn.ModuleList([Layer(), Layer(), Layer()])
     inputs = [(torch.randn(num_rows, size, 8), size + 3) for size in (5, 6, 11, 4)]
@@ -35,4 +41,13 @@ def test_layers_of_varying_sizes_are_compiled_once_and_compute_the_same(monkeypa
         for layer, output in zip(layers, expected, strict=True):
             assert torch.equal(layer(hidden, longest=longest), output)
     assert counters["stats"]["unique_graphs"] == 1
-    torch._dynamo.reset()
+
+
+def test_more_kinds_of_passes_than_torch_allows_by_itself_are_all_compiled(monkeypatch):
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    layers, num_kinds = nn.ModuleList([Layer(), Layer()]), 12
+    compile_layers(layers)
+    for number in range(num_kinds):
+        for layer in layers:
+            layer(torch.randn(2, 3, 8), longest=1, kind="k" * number)
+    assert counters["stats"]["unique_graphs"] == num_kinds
