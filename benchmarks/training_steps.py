@@ -192,6 +192,7 @@ class Table:
 OF_EXPERTS = (
     Variant("resident"),
     Variant("offload experts", offload(*EXPERTS)),
+    Variant("offload moe_act", offload("moe_act")),
     Variant("recompute experts", recompute("moe")),
     Variant("recompute moe_act", recompute("moe_act")),
     Variant("recompute all", recompute()),
