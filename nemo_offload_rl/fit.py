@@ -60,7 +60,7 @@ class Fit:
             lines.append(f"{use.phase.name:22s}" + "".join(f"{size / _GIB:10.1f}" for size in sizes))
         lines.append("left: for passes; early: state of the phase that follows, which comes where passes leave room")
         if self.omits_teacher:
-            lines.append("the teacher is not counted: teacher.model_name is no local folder with weights")
+            lines.append("the teacher is not counted: teacher.model_name is no local folder with a model's config.json")
         if self.streamed:
             lines.append(
                 f"of {' and '.join(self.streamed)} the embedding's part counts, if the model's config.json is there; "
@@ -100,7 +100,8 @@ def plan_fit(
     account = Account(cfg, Machine(int(gpu_gib * _GIB), host_bytes), num_parameters)
     if account.num_parameters is None:
         raise ConfigError(
-            f"policy.model_name={cfg.policy.model_name} is no local folder with weights; give --parameters"
+            f"policy.model_name={cfg.policy.model_name} is no local folder with a model's config.json that "
+            "transformers knows; give --parameters"
         )
     if wrong := broken(rules.rules, cfg):
         raise ConfigError(join_problems(wrong))
@@ -148,7 +149,9 @@ def main() -> int:
     )
     parser.add_argument("--host-gib", type=_positive, required=True, help="main memory of a host")
     parser.add_argument(
-        "--parameters", type=_parameters, help="of the model, such as 14.8B; without it, policy.model_name is read"
+        "--parameters",
+        type=_parameters,
+        help="of the model, such as 14.8B; without it, the folder policy.model_name is read, which needs no weights",
     )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="Hydra overrides, as for the launch scripts")
     given = parser.parse_intermixed_args()

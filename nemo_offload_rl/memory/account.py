@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import torch
 
 from nemo_offload_rl.backends.dtensor import torch_optim
 from nemo_offload_rl.backends.dtensor.activation_offload import host_bytes_at_most
-from nemo_offload_rl.backends.hf.model_folder import local_folder, local_model_config
+from nemo_offload_rl.backends.hf.model_folder import WEIGHT_PATTERNS, local_folder, local_model_config
 from nemo_offload_rl.backends.megatron import optimizer_spec
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.master import (
@@ -48,7 +49,7 @@ from nemo_offload_rl.residency import (
     Phase,
     Placement,
 )
-from nemo_offload_rl.utils.flops import ModelSizes, read_model_sizes
+from nemo_offload_rl.utils.flops import ModelSizes, count_sizes, read_model_sizes
 
 _GIB = 2**30
 _FP32_BYTES = 4
@@ -331,8 +332,30 @@ class Account:
 
 
 def model_sizes(model_name: str) -> ModelSizes | None:
-    """Read a model's sizes from a local folder, or from the hub's cache with its weights; None for any other."""
-    return read_model_sizes(str(local_folder(model_name) or model_name))
+    """Read a model's sizes from a local folder, or from the hub's cache.
+
+    A folder without weights tells them by its config.json.
+
+    Returns:
+        None for a model that is not here, and for a config.json that `transformers` cannot build a model of.
+    """
+    folder = local_folder(model_name) or Path(model_name)
+    return read_model_sizes(str(folder)) or _sizes_by_config(folder)
+
+
+def _sizes_by_config(folder: Path) -> ModelSizes | None:
+    """Build the model without memory for its weights, and count them."""
+    if not (folder / "config.json").is_file() or any(any(folder.glob(weights)) for weights in WEIGHT_PATTERNS):
+        return None
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except Exception:  # of any kind, from a model's own code; the check of the folder reports it
+        return None
+    return count_sizes(config.to_dict(), ((name, tensor.numel()) for name, tensor in model.named_parameters()))
 
 
 def least_group_bytes(cfg: PolicyRun, num_parameters: int, num_in_experts: int | None) -> dict[str, int]:

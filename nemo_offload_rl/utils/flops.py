@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -53,15 +54,24 @@ def read_model_sizes(model_name: str) -> ModelSizes | None:
         return None
     if not isinstance(config, dict):
         return None
+    try:
+        return count_sizes(config, list(_tensors(files)))
+    except (OSError, SafetensorError):  # the check of the weights reports it
+        return None
+
+
+def count_sizes(config: Mapping[str, Any], tensors: Iterable[tuple[str, int]]) -> ModelSizes | None:
+    """Count the parameters of a model; None if its config.json does not tell its layers.
+
+    Args:
+        config: Contents of its config.json.
+        tensors: Name and number of elements of each parameter, tied ones once.
+    """
     shape = ModelShape.of(config)
     if shape.num_layers is None or shape.num_heads is None or shape.head_dim is None:
         return None
     active_share = shape.num_active_experts / shape.num_experts if shape.num_experts else 1.0
     num_dense = num_in_experts = num_active = 0
-    try:
-        tensors = list(_tensors(files))
-    except (OSError, SafetensorError):  # the check of the weights reports it
-        return None
     for name, num_elements in tensors:
         if _EXPERTS in name:
             num_in_experts += num_elements

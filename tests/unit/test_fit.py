@@ -12,6 +12,7 @@ import pytest
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.fit import main, plan_fit
+from nemo_offload_rl.memory.account import model_sizes
 from nemo_offload_rl.residency import Phase
 
 ROOT = Path(__file__).parents[2]
@@ -57,6 +58,44 @@ def test_on_two_gpus_engines_and_driver_took_of_the_host_what_is_planned(name):
     for owner in ("engine", "driver"):
         taken_bytes = sum(seen["peak_bytes"][owner].values())
         assert 0 <= fit.owners[owner] - taken_bytes < GIB // 2
+
+
+# Sizes as published, and the number of parameters that the model's card gives.
+QWEN3 = {"vocab_size": 151936, "head_dim": 128, "tie_word_embeddings": False}
+PUBLISHED = {
+    "Qwen3-8B": (
+        {
+            "model_type": "qwen3",
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+        },
+        (8_190_735_360, 0),
+    ),
+    "Qwen3-30B-A3B": (
+        {
+            "model_type": "qwen3_moe",
+            "hidden_size": 2048,
+            "moe_intermediate_size": 768,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+        },
+        (30_532_122_624, 48 * 128 * 3 * 2048 * 768),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_folder_with_nothing_but_a_config_tells_the_size_of_its_model(name, tmp_path):
+    config, expected = PUBLISHED[name]
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN3, **config}))
+    sizes = model_sizes(str(tmp_path))
+    assert (sizes.num_parameters, sizes.num_in_experts) == expected
 
 
 def phases_gib(fit):
