@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -97,8 +97,7 @@ _IS_FREE = re.compile(
 def _flat(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in node.items():
         if isinstance(value, Mapping) and value:
-            section: Mapping[str, Any] = value
-            yield from _flat(section, f"{path}{key}.")
+            yield from _flat(cast("Mapping[str, Any]", value), f"{path}{key}.")
         else:
             yield f"{path}{key}", value
 
@@ -106,8 +105,8 @@ def _flat(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
 def _source_of(value: Any) -> str:
     """The text of the file that defines a function or class; "" without one."""
     try:
-        defined: Any = value if inspect.isroutine(value) or inspect.isclass(value) else type(value)
-        path = inspect.getsourcefile(defined)
+        is_definition = inspect.isroutine(value) or inspect.isclass(value)
+        path = inspect.getsourcefile(cast("Any", value if is_definition else type(value)))
         return "" if path is None else Path(path).read_text(encoding="utf-8", errors="replace")
     except (TypeError, OSError):
         return ""
