@@ -353,7 +353,8 @@ def _sizes_by_config(folder: Path) -> ModelSizes | None:
         config = AutoConfig.from_pretrained(folder)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-    except Exception:  # of any kind, from a model's own code; the check of the folder reports it
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
+        # Wrong values fail anywhere in a model's code; the check of the folder reports them.
         return None
     return count_sizes(config.to_dict(), ((name, tensor.numel()) for name, tensor in model.named_parameters()))
 
