@@ -12,6 +12,10 @@ from collections.abc import Mapping
 class UserError(Exception):
     """Bad input. The message says what is wrong, why, and what to change, in one line."""
 
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that IPython and notebooks show in the place of a traceback."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class ConfigError(UserError):
     """A configuration file, an override or a rule between keys is wrong."""

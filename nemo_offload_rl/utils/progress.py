@@ -54,8 +54,9 @@ class RunProgress:
         clock: Callable[[], float] = time.monotonic,
         unit: str = "step",
     ) -> None:
-        # In a notebook too, lines are plain text.
-        self._console = console if console is not None else _Console(force_jupyter=False)
+        # A notebook gets plain lines: its stream says that it is a terminal, but shows no bar that is drawn anew.
+        is_terminal = False if Console().is_jupyter else None
+        self._console = console if console is not None else _Console(force_jupyter=False, force_terminal=is_terminal)
         self._is_lost = False
         self._clock = clock
         self._num_steps = num_steps

@@ -88,3 +88,10 @@ def test_log_records_of_the_package_go_to_standard_error_once(capsys: pytest.Cap
         package.handlers[:], package.level, package.propagate = before
     assert captured.err.count("hello") == 1
     assert captured.out == ""
+
+
+def test_a_notebook_shows_one_line_for_bad_input():
+    # The hook of IPython, which is no requirement: https://ipython.readthedocs.io/en/stable/config/integrating.html
+    assert ConfigError("grpo.seed is 'x'; set a number")._render_traceback_() == [
+        "ConfigError: grpo.seed is 'x'; set a number"
+    ]
