@@ -151,8 +151,9 @@ def _start_here(options: Mapping[str, Any]) -> list[psutil.Process]:
 
 
 def _not_started(error: Exception) -> ConfigError:
+    reason = " ".join(str(error).split()).rstrip(".")
     return ConfigError(
-        f"Ray does not start on this machine: {' '.join(str(error).split())}. If the machine is overloaded, try again; "
+        f"Ray does not start on this machine: {reason}. If the machine is overloaded, try again; "
         f"Ray's logs are in {session_folder()}/ray/session_latest/logs"
     )
 
