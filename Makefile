@@ -90,6 +90,7 @@ image:
 
 .venv/.%: requirements/%.txt requirements/megatron.txt pyproject.toml | $(UV)
 	$(UV) venv --quiet --allow-existing --no-project --python "$(or $(PYTHON312),3.12)" .venv
+	@echo "installing torch, vLLM, Ray and others into .venv; this shows nothing, and takes minutes"
 	$(UV) pip install --quiet --python $(PYTHON) --no-deps --compile-bytecode -r requirements/$*.txt -r requirements/megatron.txt
 	$(UV) pip install --quiet --python $(PYTHON) --no-deps --editable .
 	touch $@

@@ -82,6 +82,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=42, help="seed of the weights")
     arguments = parser.parse_args()
     write_model_folder(arguments.output, arguments.seed)
+    print(f"wrote {arguments.output}; its tokenizer knows the characters {CHARACTERS!r} and drops all others")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import logging
 import shutil
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -107,8 +108,14 @@ def imitate(run_dir: Path, seed: int, console: Any, *, start: str, name: str, fo
         f"logger.log_dir={folder}",
         "logger.num_val_samples_to_print=0",
         f"checkpointing.checkpoint_dir={folder / 'checkpoints'}",
+        "checkpointing.save_optimizer=false",  # a demo that was interrupted begins anew
     ]
-    run_sft(load_sft_config(SFT_CONFIG, overrides), local_policy, Console(quiet=True))
+
+    def tell(step: int, metrics: Mapping[str, float]) -> None:
+        if step % 50 == 0 and step > 0:
+            console.print(f"     step {step}: loss per token {metrics['train/loss']:.3f}")
+
+    run_sft(load_sft_config(SFT_CONFIG, overrides), local_policy, Console(quiet=True), callbacks=[tell])
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [record["validation/loss"] for record in records if "validation/loss" in record]
     console.print(
