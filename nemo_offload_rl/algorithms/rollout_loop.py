@@ -216,7 +216,7 @@ class RolloutLoop:
             self._logger.log(step, self._parts.memory.drain(step + 1), "memory")
         self._logger.log(step, residency_metrics(self._parts.policy.residency_reports()), "residency")
         self._logger.commit()
-        self._progress.step_done(step, _figures(about_step, self._shown), seconds)
+        self._progress.step_done(step, shown_figures(about_step, self._shown), seconds)
 
     # -- inside
 
@@ -231,7 +231,7 @@ class RolloutLoop:
         rollouts = RolloutBatch.concatenate(batches)
         metrics = validation_metrics(rollouts)
         self._logger.log(step, metrics, "validation")
-        self._progress.validated(step, _figures(metrics, ["accuracy"]))
+        self._progress.validated(step, shown_figures(metrics, ["accuracy"]))
         samples = sample_lines(rollouts, self._parts.num_samples_to_print)
         self._logger.log_samples(step, samples)
         for line in samples:
@@ -250,7 +250,12 @@ class RolloutLoop:
             self.end.save(validation)
 
 
-def _figures(metrics: Mapping[str, float], labels: Sequence[str]) -> dict[str, str]:
-    """Format metrics for display; without a score there is no reward and no accuracy."""
+def shown_figures(metrics: Mapping[str, float], labels: Sequence[str]) -> dict[str, str]:
+    """Format metrics for display, and the share of rollouts without a score if only some have none.
+
+    If none has a score, as in a distillation without rewards, there is no reward and no accuracy.
+    """
     named = {label: _FIGURES[label] for label in labels}
-    return {label: format(metrics[name], kind) for label, (name, kind) in named.items() if name in metrics}
+    shown = {label: format(metrics[name], kind) for label, (name, kind) in named.items() if name in metrics}
+    without_score = sum(metrics[f"{why}_rate"] for why in _REASONS)
+    return shown | ({"no score": f"{without_score:.1%}"} if 0 < without_score < 1 else {})

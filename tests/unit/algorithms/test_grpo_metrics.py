@@ -16,6 +16,7 @@ from nemo_offload_rl.algorithms.metrics import (
     validation_metrics,
 )
 from nemo_offload_rl.algorithms.rollout_log import sample_lines
+from nemo_offload_rl.algorithms.rollout_loop import shown_figures
 from nemo_offload_rl.data.records import Prompt
 from nemo_offload_rl.environments.interfaces import Unscored
 from nemo_offload_rl.experience.types import Rollout, RolloutBatch, Segment
@@ -107,6 +108,7 @@ def test_a_response_without_a_score_is_counted_apart_and_a_batch_of_such_has_no_
     # The first group has one score, which makes no pass@2.
     assert (metrics["accuracy"], metrics["reward"], metrics["pass_at_2"]) == (0.0, 0.0, 0.0)
     assert (metrics["timed_out_rate"], metrics["failed_rate"]) == (0.25, 0.0)
+    assert shown_figures(metrics, ["accuracy"]) == {"accuracy": "0.0%", "no score": "25.0%"}
     nothing = validation_metrics(RolloutBatch(rollouts=(unscored,), group_size=1))
     assert nothing == {
         "mean_response_tokens": 1.0, "truncation_rate": 0.0, "failed_rate": 0.0, "timed_out_rate": 1.0,
