@@ -33,7 +33,7 @@ from nemo_offload_rl.data.loader import LoaderState
 from nemo_offload_rl.errors import CheckpointError, UserError
 from nemo_offload_rl.policy.policy import Policy
 from nemo_offload_rl.utils.cli import STOP_SIGNALS, LastLines
-from nemo_offload_rl.utils.progress import aligned, shown_path
+from nemo_offload_rl.utils.progress import aligned, shown_path, shown_python
 
 logger = logging.getLogger(__name__)
 
@@ -350,7 +350,7 @@ class RunEnd:
             if (newest / EXPORT_FOLDER).is_dir():
                 facts["hf export"] = shown_path(newest / EXPORT_FOLDER)
         facts["logs"] = shown_path(self._run_dir)
-        facts["report"] = f"python -m nemo_offload_rl.report {shown_path(self._run_dir)}"
+        facts["report"] = f"{shown_python()} -m nemo_offload_rl.report {shown_path(self._run_dir)}"
         if newest is not None and self._settings.save_optimizer:
             longer = f"raise {self._checkpoints.algorithm}.max_num_steps, then " if is_complete else ""
             facts["go on"] = f"{longer}start the same command again"

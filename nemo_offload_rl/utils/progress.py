@@ -6,6 +6,8 @@ A stream that is gone or full ends the display with a warning; the run goes on.
 from __future__ import annotations
 
 import logging
+import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -224,3 +226,8 @@ def shown_path(path: str | Path) -> str:
     """A path as it is shown: relative to the working directory where it is below it."""
     path = Path(path)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def shown_python() -> str:
+    """This Python as a command names it: `python` if the shell finds this one under that name, else its path."""
+    return "python" if shutil.which("python") == sys.executable else shown_path(sys.executable)

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 
 from nemo_offload_rl.memory.limits import THRESHOLD, as_started_here
+from nemo_offload_rl.utils.progress import shown_python
 
 TIMEOUT_S = 400
 
@@ -29,7 +30,7 @@ def test_a_model_that_vllm_builds_in_another_way_ends_the_run_with_the_weights_t
         "vLLM builds this model in another way; choose a model that vLLM and the policy build in the same way."
     )
     run_dir = tmp_path / "run"
-    assert last_lines == [f"  logs    {run_dir}", f"  report  python -m nemo_offload_rl.report {run_dir}"]
+    assert last_lines == [f"  logs    {run_dir}", f"  report  {shown_python()} -m nemo_offload_rl.report {run_dir}"]
     assert "Traceback" not in done.stderr
 
 
@@ -55,7 +56,7 @@ def test_ctrl_c_saves_and_ends_the_run_as_interrupted_and_the_process_can_run_ag
     assert run.script.stderr.read_text().endswith(
         f"  checkpoint  {checkpoint}\n"
         f"  logs        {tmp_path / 'run'}\n"
-        f"  report      python -m nemo_offload_rl.report {tmp_path / 'run'}\n"
+        f"  report      {shown_python()} -m nemo_offload_rl.report {tmp_path / 'run'}\n"
         "  go on       start the same command again\n"
     )
 

@@ -24,6 +24,8 @@ from supervised_cases import (
     write_rows,
 )
 
+from nemo_offload_rl.utils.progress import shown_python
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -97,7 +99,7 @@ def test_a_run_begins_with_model_data_and_folders_and_ends_with_what_it_leaves(f
             f"  checkpoint  {folder}/sft/checkpoints/step_4",
             f"  hf export   {folder}/sft/checkpoints/step_4/hf",
             f"  logs        {folder}/sft",
-            f"  report      python -m nemo_offload_rl.report {folder}/sft",
+            f"  report      {shown_python()} -m nemo_offload_rl.report {folder}/sft",
             "  go on       raise sft.max_num_steps, then start the same command again",
         ],
     )

@@ -30,7 +30,7 @@ LIMITS = {
     "imports upward": 0,
     "circles of modules": 0,
     "modules": 295,
-    "lines": 51991,
+    "lines": 52003,
     "modules under 60 lines with one importer": 0,
 }
 

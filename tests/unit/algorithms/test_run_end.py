@@ -35,6 +35,7 @@ from nemo_offload_rl.protocols.engine import Completion
 from nemo_offload_rl.residency import local_tensor
 from nemo_offload_rl.runs.supervised import StartPolicy, local_policy
 from nemo_offload_rl.utils.cli import STOP_SIGNALS
+from nemo_offload_rl.utils.progress import shown_python
 
 NUM_STEPS = 5
 BAD_STEP = 4
@@ -133,7 +134,7 @@ def test_an_error_of_rollouts_loses_the_step_under_way_alone(tmp_path, model, wh
     assert caught.value.__notes__[-1] == (
         f"  checkpoint  {tmp_path}/checkpoints/step_3\n"
         f"  logs        {tmp_path}\n"
-        f"  report      python -m nemo_offload_rl.report {tmp_path}\n"
+        f"  report      {shown_python()} -m nemo_offload_rl.report {tmp_path}\n"
         "  go on       start the same command again"
     )
     assert numbers(run(tmp_path, model, *keys).run()) == whole[loop]

@@ -155,7 +155,7 @@ def test_a_ray_that_does_not_start_is_one_line(two_nodes, monkeypatch):
         start_ray(cpu_cluster(1), log_to_driver=False)
     monkeypatch.delenv("RAY_TMPDIR")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/proc/none")  # a file without a token
-    with pytest.raises(ConfigError, match=r"^Ray does not start on this machine: .*/proc/none") as raised:
+    with pytest.raises(ConfigError, match=r"^Ray does not start on this machine: .*/proc/none.*[^.]\. If ") as raised:
         start_ray(cpu_cluster(1), log_to_driver=False)
     assert "\n" not in str(raised.value)
 
