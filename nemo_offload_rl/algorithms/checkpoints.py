@@ -100,6 +100,7 @@ class CheckpointKeeper:
         self.settings = settings
         self.identity: Identity = identity or {}
         self.algorithm = algorithm
+        self.bound = "max_num_steps"  # the key that ends the run: this or max_num_epochs; `resume_point` sets it
         self._folder = Path(settings.checkpoint_dir).absolute()
         self._pending: _Pending | None = None
         self._lock: FolderLock | None = None
@@ -488,7 +489,9 @@ def resume_point(
     """
     newest = checkpoints.newest()
     if newest is None:
-        return None, min(max_num_steps, loader.num_batches_left)
+        last_step = min(max_num_steps, loader.num_batches_left)
+        checkpoints.bound = "max_num_steps" if max_num_steps == last_step else "max_num_epochs"
+        return None, last_step
     check_identity(newest.folder, newest.identity, checkpoints.identity)
     loader.load_state_dict(newest.loader)
     mine = loader.state_dict()
@@ -511,6 +514,7 @@ def resume_point(
             f"{newest.folder} is already the end of this run of {last_step} steps; raise {section}.{key} to go on, or "
             "change checkpointing.checkpoint_dir to start anew"
         )
+    checkpoints.bound = "max_num_steps" if max_num_steps == last_step else "max_num_epochs"
     return newest, last_step
 
 

@@ -352,7 +352,7 @@ class RunEnd:
         facts["logs"] = shown_path(self._run_dir)
         facts["report"] = f"{shown_python()} -m nemo_offload_rl.report {shown_path(self._run_dir)}"
         if newest is not None and self._settings.save_optimizer:
-            longer = f"raise {self._checkpoints.algorithm}.max_num_steps, then " if is_complete else ""
+            longer = f"raise {self._checkpoints.algorithm}.{self._checkpoints.bound}, then " if is_complete else ""
             facts["go on"] = f"{longer}start the same command again"
         return aligned(facts)
 

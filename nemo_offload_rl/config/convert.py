@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+from nemo_offload_rl.backends.hf.model_folder import local_config
+from nemo_offload_rl.config.rules.model import beyond_positions
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.data_source import TaskKeys
 from nemo_offload_rl.keys.engine import EndpointSettings, VllmSettings
@@ -138,9 +140,12 @@ def to_eval_config(cfg: EvalMasterConfig, resolved: Mapping[str, Any]) -> EvalCo
     """Make the configuration of an evaluation; the name of a checkpoint becomes that of its model folder.
 
     Raises:
-        ConfigError: There is no model in the checkpoint.
+        ConfigError: There is no model in the checkpoint, or it allows fewer tokens than `max_model_len`.
     """
     generation, model_name = cfg.generation, model_folder(cfg.generation.model_name)
+    config = local_config(model_name, generation.hf_config_overrides)
+    if (problem := beyond_positions(config, generation.vllm_cfg.max_model_len, model_name)) is not None:
+        raise ConfigError(f"generation.vllm_cfg.max_model_len {problem}; lower it")
     engine = extend(
         VllmSettings,
         generation.vllm_cfg,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,6 +11,10 @@ from nemo_offload_rl.data.records import Answer, accepted
 from nemo_offload_rl.environments.grading_pool import GradingPool, graded
 from nemo_offload_rl.environments.interfaces import Environment, Observation, Response, Score, Unscored
 from nemo_offload_rl.environments.outcomes import OnError, Outcome, settled
+
+# math-verify warns in each worker process that it has no time limit; the pool has one.
+for _name in ("math_verify.parser", "math_verify.grader"):
+    logging.getLogger(_name).addFilter(lambda record: "Timeout is disabled" not in record.getMessage())
 
 
 def verified_answer(response_text: str, reference_answer: Answer) -> tuple[bool, str | None]:

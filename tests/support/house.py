@@ -30,7 +30,7 @@ LIMITS = {
     "imports upward": 0,
     "circles of modules": 0,
     "modules": 295,
-    "lines": 52003,
+    "lines": 52034,
     "modules under 60 lines with one importer": 0,
 }
 

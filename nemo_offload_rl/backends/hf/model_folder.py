@@ -151,15 +151,20 @@ def _check_whole(path: Path) -> None:
 
 
 def local_model_config(cfg: PolicyRun) -> Mapping[str, Any] | None:
-    """Return the model's config.json with `policy.hf_config_overrides`; None for a broken folder.
+    """Return `local_config` of the policy's model."""
+    return local_config(cfg.policy.model_name, cfg.policy.hf_config_overrides)
+
+
+def local_config(model_name: str, overrides: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the model's config.json with overrides; None for a broken folder.
 
     Also None for a hub's model that has not been downloaded yet.
     """
-    folder = local_folder(cfg.policy.model_name)
+    folder = local_folder(model_name)
     if folder is None or not (path := folder / "config.json").is_file():
         return None
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         return None
-    return {**config, **cfg.policy.hf_config_overrides} if isinstance(config, dict) else None
+    return {**config, **overrides} if isinstance(config, dict) else None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from typing import Any
 
 from nemo_offload_rl.backends.hf.model_folder import local_model_config
 from nemo_offload_rl.keys.master import RolloutMasterConfig, Rule, RunConfig
@@ -65,13 +67,22 @@ def the_engine_serves_the_model(cfg: RolloutMasterConfig) -> str | None:
 def rows_fit_the_model_s_positions(cfg: RolloutMasterConfig) -> str | None:
     """`vllm_cfg.max_model_len` is at most the number of positions that the model allows."""
     model, asked = local_model_config(cfg), cfg.policy.generation.vllm_cfg.max_model_len
+    problem = beyond_positions(model, asked, cfg.policy.model_name)
+    if problem is None:
+        return None
+    return (
+        f"policy.generation.vllm_cfg.max_model_len {problem}; lower it with policy.max_total_sequence_length, or set "
+        "rope_parameters for longer rows in policy.hf_config_overrides"
+    )
+
+
+def beyond_positions(model: Mapping[str, Any] | None, asked: int, name: str) -> str | None:
+    """Say that the engine's longest row, in tokens, is above what the model's config.json allows."""
     if model is None or (longest := longest_served(model)) is None or asked <= longest or _vllm_allows_more():
         return None
     return (
-        f"policy.generation.vllm_cfg.max_model_len {asked} is above the {longest:.0f} tokens that config.json of "
-        f"{cfg.policy.model_name} allows (max_position_embeddings and its rotary embeddings), which vLLM refuses; "
-        "lower it with policy.max_total_sequence_length, or set rope_parameters for longer rows in "
-        "policy.hf_config_overrides"
+        f"{asked} is above the {longest:.0f} tokens that config.json of {name} allows (max_position_embeddings and its "
+        "rotary embeddings), which vLLM refuses"
     )
 
 

@@ -210,9 +210,10 @@ def start_error(error: ValueError, settings: VllmSettings) -> Exception:
         return ConfigError(
             f"vLLM's KV cache does not fit policy.generation.vllm_cfg.max_model_len={settings.max_model_len}: {text}"
         )
-    if settings.vllm_kwargs:
-        given = ", ".join(f"{name}={value}" for name, value in settings.vllm_kwargs.items())
-        return ConfigError(f"vLLM does not start with policy.generation.vllm_kwargs {given}: {text}")
+    if settings.vllm_kwargs:  # an evaluation sets load_format itself
+        given = ", ".join(f"{name}={value}" for name, value in settings.vllm_kwargs.items() if name != "load_format")
+        given = f" with policy.generation.vllm_kwargs {given}" if given else ""
+        return ConfigError(f"vLLM does not start{given}: {text}")
     return error
 
 

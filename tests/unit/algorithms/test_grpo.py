@@ -129,7 +129,9 @@ def test_without_dynamic_sampling_epochs_end_the_run_at_the_same_step_also_after
     assert list(local_grpo(tmp_path, model, [MIXED] * 8, *keys, "grpo.max_num_steps=2").run()) == [1, 2]
     # Half of the data are left: with twice as many prompts a step that is one step, not two.
     larger = ("grpo.num_prompts_per_step=4", "policy.train_global_batch_size=16")
-    assert list(local_grpo(tmp_path, model, [MIXED] * 8, *keys, *larger).run()) == [1, 2, 3]
+    ended = local_grpo(tmp_path, model, [MIXED] * 8, *keys, *larger)
+    assert list(ended.run()) == [1, 2, 3]
+    assert "max_num_epochs, then start the same command again" in ended.shown
     with pytest.raises(
         ConfigError, match=r"step_3 is already the end of this run of 3 steps; raise grpo\.max_num_epochs"
     ):

@@ -102,6 +102,11 @@ def test_a_checkpoint_stands_for_its_model_folder_and_a_run_for_its_newest(tmp_p
         model_folder(str(tmp_path))
     with pytest.raises(ConfigError, match=r"is a folder without config\.json and no checkpoint"):
         model_folder(str(tmp_path / "other"))
+    (tmp_path / "step_9/hf/config.json").write_text('{"max_position_embeddings": 64}')
+    with pytest.raises(
+        ConfigError, match=r"^generation\.vllm_cfg\.max_model_len 2048 is above the 64 tokens .*step_9/hf"
+    ):
+        load_eval_config(EVAL, [f"generation.model_name={tmp_path}/step_9"])
 
 
 def test_a_folder_for_results_that_cannot_be_written_is_told_before_anything_is_sampled(tmp_path: Path) -> None:
