@@ -40,6 +40,6 @@ def start_megatron(settings: PolicySettings, keep_reference: bool, teacher: None
 
 
 if __name__ == "__main__":
-    rules.megatron_trains_on_gpus.__code__ = (lambda cfg: None).__code__
+    rules.megatron_trains_on_gpus.__code__ = (lambda cfg, megatron: None).__code__
     one_process_grpo.start_local_policy = start_megatron
     one_process_grpo.run_in_this_process()

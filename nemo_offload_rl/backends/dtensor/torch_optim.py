@@ -147,7 +147,9 @@ def class_by_name(key: str, dotted: str, base: type) -> Any:
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{key}={dotted} cannot be imported ({error}); give a dotted path.") from error
     if not (isinstance(found, type) and issubclass(found, base)):
-        raise ConfigError(f"{key} is {dotted}, which is not a {base.__name__}; give the dotted path of one")
+        raise ConfigError(
+            f"{key} is {dotted}, which does not derive from {base.__name__} of torch; name a class that does"
+        )
     return found
 
 

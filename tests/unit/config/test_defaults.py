@@ -41,7 +41,11 @@ OTHERWISE = {
     },
     "sft.yaml": {*SUPERVISED, "policy.dropout"},
     "dpo.yaml": SUPERVISED,
-    "eval.yaml": {"generation.vllm_cfg.gpu_memory_utilization", "generation.vllm_cfg.enable_sleep_mode"},
+    "eval.yaml": {
+        "generation.num_prompts_per_step",
+        "generation.vllm_cfg.gpu_memory_utilization",
+        "generation.vllm_cfg.enable_sleep_mode",
+    },
 }
 
 

@@ -109,7 +109,10 @@ def test_logprobs_and_gradients_are_pefts(folder, untied, tied, lora, targets, c
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lora": {"match_all_linear": False, "target_modules": ("q_proj", "query")}}, "has query, and no"),
+        (
+            {"lora": {"match_all_linear": False, "target_modules": ("q_proj", "query")}},
+            "has query, but no linear",
+        ),
         ({"lora": {"match_all_linear": False, "target_modules": ("*",)}}, "exclude it with exclude_modules"),
         ({"lora": {"exclude_modules": ("*",)}}, "fits no layer of the model, whose linear layers are called down_proj"),
         ({"tensor_parallel_size": 2}, "set tensor_parallel_size to 1"),
