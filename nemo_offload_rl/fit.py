@@ -97,7 +97,7 @@ def plan_fit(
     if not cfg.cluster.gpus_per_node:
         raise ConfigError("cluster.gpus_per_node is 0, and the plan is for GPUs; set it to their number on a host")
     host_bytes = int(share_in_use(int(host_gib * _GIB)) * host_gib * _GIB)
-    account = Account(cfg, Machine(int(gpu_gib * _GIB), host_bytes), num_parameters)
+    account = Account(cfg, Machine(int(gpu_gib * _GIB), host_bytes), num_parameters, without_weights=True)
     if account.num_parameters is None:
         raise ConfigError(
             f"policy.model_name={cfg.policy.model_name} is no local folder with a model's config.json that "

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
 from nemo_offload_rl.backends.dtensor import torch_optim
 from nemo_offload_rl.backends.dtensor.activation_offload import host_bytes_at_most
@@ -123,12 +124,21 @@ class Account:
         cfg: The keys of a run that trains.
         machine: Machine of the workers.
         num_parameters: Parameters of the policy's model; None reads their number from its folder.
+        without_weights: Models' folders may have a config.json alone.
     """
 
-    def __init__(self, cfg: RunConfig, machine: Machine, num_parameters: int | None = None) -> None:
+    def __init__(
+        self,
+        cfg: RunConfig,
+        machine: Machine,
+        num_parameters: int | None = None,
+        *,
+        without_weights: bool = False,
+    ) -> None:
         self.cfg = cfg
         self.machine = machine
-        sizes = model_sizes(cfg.policy.model_name)
+        self._sizes_of = partial(model_sizes, without_weights=without_weights)
+        sizes = self._sizes_of(cfg.policy.model_name)
         if num_parameters is None:
             num_parameters = None if sizes is None else sizes.num_parameters
         self.num_parameters = num_parameters
@@ -207,7 +217,7 @@ class Account:
     def teacher_bytes(self) -> int | None:
         """Bytes of one worker's part of the teacher; None without a teacher or if its size is unknown."""
         cfg = self.cfg
-        if not isinstance(cfg, DistillationMasterConfig) or (sizes := model_sizes(cfg.teacher.model_name)) is None:
+        if not isinstance(cfg, DistillationMasterConfig) or (sizes := self._sizes_of(cfg.teacher.model_name)) is None:
             return None
         backend, num_ranks = cfg.policy.backend, cfg.cluster.world_size
         if isinstance(backend, MegatronConfig):
@@ -331,20 +341,20 @@ class Account:
         return sum(sizes.get(name, 0) for name in names)
 
 
-def model_sizes(model_name: str) -> ModelSizes | None:
-    """Read a model's sizes from a local folder, or from the hub's cache.
+def model_sizes(model_name: str, *, without_weights: bool = False) -> ModelSizes | None:
+    """Read a model's sizes from a local folder, or from the hub's cache with its weights; None for any other.
 
-    A folder without weights tells them by its config.json.
-
-    Returns:
-        None for a model that is not here, and for a config.json that `transformers` cannot build a model of.
+    Args:
+        model_name: The folder, or the hub's name.
+        without_weights: A folder without weights tells the sizes by its config.json, for which the model is built
+            without memory; None if `transformers` cannot do that.
     """
     folder = local_folder(model_name) or Path(model_name)
-    return read_model_sizes(str(folder)) or _sizes_by_config(folder)
+    sizes = read_model_sizes(str(folder))
+    return _sizes_by_config(folder) if sizes is None and without_weights else sizes
 
 
 def _sizes_by_config(folder: Path) -> ModelSizes | None:
-    """Build the model without memory for its weights, and count them."""
     if not (folder / "config.json").is_file() or any(any(folder.glob(weights)) for weights in WEIGHT_PATTERNS):
         return None
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -353,7 +363,7 @@ def _sizes_by_config(folder: Path) -> ModelSizes | None:
         config = AutoConfig.from_pretrained(folder)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, StrictDataclassError):
         # Wrong values fail anywhere in a model's code; the check of the folder reports them.
         return None
     return count_sizes(config.to_dict(), ((name, tensor.numel()) for name, tensor in model.named_parameters()))

@@ -1,7 +1,6 @@
 """Compares the host memory that workers need with its limits, and refuses with advice where it does not fit.
 
-Advice names a change of settings only if the plan, resolved again with it, fits the host, and if what stays on the GPU
-fits next to the engine.
+Advice names a change of settings only if the plan, resolved again with it, fits.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from nemo_offload_rl.backends.megatron.optimizer_spec import optimizer_spec
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.megatron import MegatronConfig
 from nemo_offload_rl.keys.worker import PolicySettings
-from nemo_offload_rl.memory.host_plan import DEVICE_STATE, DRIVER_BYTES, HostNeed, left_by_engine_bytes
+from nemo_offload_rl.memory.host_plan import DRIVER_BYTES, HostNeed
 from nemo_offload_rl.memory.limits import HostShare, HostShortage, host_limits, judge_host_memory, reserve_host_memory
 from nemo_offload_rl.memory.machine import Machine
 from nemo_offload_rl.protocols.backend import COMPUTE_DTYPES
-from nemo_offload_rl.residency import OPTIMIZER, OPTIMIZER_PART, PARAMS, Phase
+from nemo_offload_rl.residency import OPTIMIZER, OPTIMIZER_PART, PARAMS
 
 _GIB = 2**30
 _ADAMW_ARGUMENTS = {"lr", "betas", "eps", "weight_decay", "fused"}  # of torch's AdamW and of ours
@@ -119,7 +118,6 @@ def advice(need: HostNeed, needed_bytes: int, budget_bytes: int) -> str:
         return f"lower policy.{section}.activation_offload_host_limit_gib to {room_gib}, or raise the limit"
     # Everything but offloaded state, as counted on the rank that is short.
     other_bytes = needed_bytes - sum(need.state_parts().values())
-    room_bytes = max(left_by_engine_bytes(need.settings, need.device_bytes), _kept_bytes(need))
     best: tuple[int, int, int, str] | None = None
     changes = _changes(need)
     for chosen in (some for count in range(len(changes)) for some in combinations(changes, count + 1)):
@@ -129,21 +127,13 @@ def advice(need: HostNeed, needed_bytes: int, budget_bytes: int) -> str:
         rest = sum(changed.state_parts().values()) + other_bytes
         rank = max(change.rank for change in chosen)
         found = (-len(chosen), -rank, rest, " ".join(change.override for change in chosen))
-        if rest <= budget_bytes and _kept_bytes(changed) <= room_bytes and (best is None or found[:3] > best[:3]):
+        if rest <= budget_bytes and (best is None or found[:3] > best[:3]):
             best = found
     if best is None and need.settings.backend.streams_parameters:  # supports one worker only
         return "no setting makes it fit: raise the limit, or share the state among several GPUs without cpu_offload"
     if best is None:
         return "no setting makes it fit: raise the limit, or use more hosts with fewer workers each"
     return f"use {best[3]}, which needs {best[2] / _GIB:.2f} GiB, or raise the limit"
-
-
-def _kept_bytes(need: HostNeed) -> int:
-    """Count state that is on the GPU while the engine generates; 0 on a CPU, where host memory includes it."""
-    held = need.resolve()
-    if DEVICE_STATE in need.other or Phase.GENERATION not in held.plan.phases:
-        return 0
-    return held.plan.device_bytes(held.sizes, Phase.GENERATION)
 
 
 def _changes(need: HostNeed) -> list[Change]:

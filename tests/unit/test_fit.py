@@ -94,8 +94,9 @@ PUBLISHED = {
 def test_a_folder_with_nothing_but_a_config_tells_the_size_of_its_model(name, tmp_path):
     config, expected = PUBLISHED[name]
     (tmp_path / "config.json").write_text(json.dumps({**QWEN3, **config}))
-    sizes = model_sizes(str(tmp_path))
+    sizes = model_sizes(str(tmp_path), without_weights=True)
     assert (sizes.num_parameters, sizes.num_in_experts) == expected
+    assert model_sizes(str(tmp_path)) is None
 
 
 def phases_gib(fit):

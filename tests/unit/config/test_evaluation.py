@@ -167,6 +167,7 @@ def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
         own = [f"generation.model_name={tmp_path}/model", f"eval.save_path={tmp_path}/{name}", "env.math.num_workers=0"]
         own += ["eval.num_tests_per_prompt=4", "eval.k_value=3", "eval.metric=cons@k", "eval.greedy=true"]
         own += ["generation.temperature=1.0", "generation.num_prompts_per_step=2"]
+        own += ["generation.vllm_cfg.max_model_len=1024", "data.max_input_seq_length=512"]
         own += ["~data.validation", f"+data.validation={{{source}}}"]
         engine = SeededEngine(calls)
 
