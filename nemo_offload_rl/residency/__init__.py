@@ -9,9 +9,9 @@ from nemo_offload_rl.residency.device.device import CpuDevice, Device, meminfo_b
 from nemo_offload_rl.residency.host.arena import HostArena, HostBlock, aligned
 from nemo_offload_rl.residency.host.regions import new_region_on
 from nemo_offload_rl.residency.manager import ResidencyManager
+from nemo_offload_rl.residency.needs import PassKind, PassNeed
 from nemo_offload_rl.residency.state.frozen_copy import part_copy_bytes, snapshot_bytes, snapshot_is_cast
 from nemo_offload_rl.residency.streams.passing import PassingParts
-from nemo_offload_rl.residency.streams.work_memory import PassKind
 from nemo_offload_rl.residency.table.errors import (
     DeviceOutOfMemoryError,
     HostBudgetError,

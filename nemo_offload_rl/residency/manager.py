@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nemo_offload_rl.residency.device.device import Device
 from nemo_offload_rl.residency.host.arena import HostArena, HostMirror
+from nemo_offload_rl.residency.needs import PassKind
 from nemo_offload_rl.residency.state.frozen_copy import FrozenCopy
 from nemo_offload_rl.residency.state.group_set import GroupSet, Records, device_bytes
 from nemo_offload_rl.residency.state.group_state import GroupState, LayerWaits
@@ -25,7 +26,7 @@ from nemo_offload_rl.residency.streams.passing import PassingParts
 from nemo_offload_rl.residency.streams.prefetch import Prefetcher
 from nemo_offload_rl.residency.streams.snapshot import Snapshots
 from nemo_offload_rl.residency.streams.stream import Streams
-from nemo_offload_rl.residency.streams.work_memory import PassKind, WorkMemory
+from nemo_offload_rl.residency.streams.work_memory import WorkMemory
 from nemo_offload_rl.residency.table.errors import OpenStepError, ResidencyError
 from nemo_offload_rl.residency.table.groups import StateGroup
 from nemo_offload_rl.residency.table.ledger import Ledger, TransitionReport

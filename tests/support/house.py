@@ -29,8 +29,8 @@ SMALL_LINES = 60
 LIMITS = {
     "imports upward": 0,
     "circles of modules": 0,
-    "modules": 295,
-    "lines": 52036,
+    "modules": 296,
+    "lines": 52076,
     "modules under 60 lines with one importer": 0,
 }
 

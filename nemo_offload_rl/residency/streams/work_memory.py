@@ -10,24 +10,14 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import StrEnum
 
 from nemo_offload_rl.residency.device.device import Device
+from nemo_offload_rl.residency.needs import PassKind
 from nemo_offload_rl.residency.state.group_state import GroupState
 from nemo_offload_rl.residency.table.plan import PHASES, Phase, Placement
 
 RESERVE_BYTES = 1 << 30
 MARGIN = 1.1  # later batches may be somewhat larger than those seen
-
-
-class PassKind(StrEnum):
-    """Kind of a pass. Each has its own need: a pass without backward tells nothing about one with backward."""
-
-    TRAINING = "training"
-    EVALUATION = "evaluation"
-    LOGPROBS = "logprobs"
-    REFERENCE = "reference logprobs"
-    TEACHER = "teacher"
 
 
 @dataclass
