@@ -218,7 +218,7 @@ def _asynchronous(draft: Draft) -> None:
             draft.keep(key)
     failures = f"{_THEIRS}.max_generation_failures"
     if enabled and draft.get(failures, 0):
-        draft.missing(failures, "rollouts that may fail (max_generation_failures)")
+        draft.missing(failures, "rollouts that may fail")
     elif draft.has(failures):
         draft.ignore(failures, "the first failure ends the run, as in NeMo-RL; vllm_cfg.max_restarts restarts engines")
 
@@ -229,7 +229,7 @@ def _single_controller(draft: Draft) -> None:
         return
     key, sampler = f"{_SINGLE}.sampler", draft.section(f"{_SINGLE}.sampler")
     if sampler.get("name", "in_order") != "in_order":
-        draft.missing(key, f"rollouts taken as they come (async_rl.sampler {sampler['name']})")
+        draft.missing(key, f"rollouts taken as they come ({sampler['name']})")
         return
     ahead = sampler.get("max_lookahead_versions", 1)
     if ahead == 0:
@@ -237,7 +237,7 @@ def _single_controller(draft: Draft) -> None:
         return
     failures = draft.section(f"{_SINGLE}.rollout_failure")
     if failures.get("max_skipped_prompts", 0) or failures.get("max_consecutive_dropped_prompts", 0):
-        draft.missing(f"{_SINGLE}.rollout_failure", "steps without the prompts that failed (async_rl.rollout_failure)")
+        draft.missing(f"{_SINGLE}.rollout_failure", "steps without the prompts that failed")
         return
     streams = draft.number(f"{_SINGLE}.min_groups_for_streaming_train", 32)
     prompts, estimator = draft.number("grpo.num_prompts_per_step"), draft.get("grpo.adv_estimator.name", "grpo")
@@ -266,4 +266,4 @@ def _single_controller(draft: Draft) -> None:
         elif name in _SCHEDULE_ONLY:
             draft.ignore(path, "schedules and watches rollouts; changes no result")
         else:
-            draft.missing(path, f"{path}")
+            draft.missing(path)

@@ -226,7 +226,7 @@ def _account(draft: Draft, path: str, key: str, value: Any, values: dict[str, An
     elif key in _NOT_READ:
         draft.ignore(path, "this data set does not read it")
     else:
-        draft.missing(path, f"{path.rpartition('.')[2]} of a data set")
+        draft.missing(path)
 
 
 def _environments(draft: Draft, default: Mapping[str, Any]) -> None:
@@ -266,7 +266,7 @@ def _environment(draft: Draft, where: str, section: Mapping[str, Any]) -> dict[s
         elif key == "math_verify_impl" and value in _VERIFIERS:
             draft.keep(f"{where}.{key}", value or _VERIFIERS[1])
         else:
-            draft.missing(f"{where}.{key}", f"{key} {value}" if key == "math_verify_impl" else f"env.*.{key}")
+            draft.missing(f"{where}.{key}", f"verifier {value}" if key == "math_verify_impl" else "")
     verifier = section.get("math_verify_impl") or _VERIFIERS[1]
     return {"num_workers": section.get("num_workers", 8), "retry_message": None, "math_verify_impl": verifier}
 

@@ -100,8 +100,8 @@ class Draft:
         self._write(ours, value)
         self._row(Outcome.FILLED, "", ours, reason)
 
-    def missing(self, theirs: str, feature: str) -> None:
-        """Report a feature that is not available here."""
+    def missing(self, theirs: str, feature: str = "") -> None:
+        """Report a feature that is not available here; without words for it, the key stands for it."""
         self._row(Outcome.MISSING, theirs, "", feature)
 
     def _write(self, path: str, value: Any) -> None:

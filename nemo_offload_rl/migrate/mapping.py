@@ -58,11 +58,22 @@ class Migration:
             ConfigError: One line with each feature and its first key.
         """
         if missing := self.report.missing:
-            told = "; ".join(f"{feature} ({keys[0]})" for feature, keys in missing.items())
+            one = len(missing) == 1
+            features, them = ("feature that is", "it") if one else ("features that are", "them")
             raise ConfigError(
-                f"this NeMo-RL configuration uses {len(missing)} thing{'s' if len(missing) > 1 else ''} not available "
-                f"here: {told}; turn them off, or leave them out"
+                f"this NeMo-RL configuration uses {len(missing)} {features} not available here: "
+                f"{'; '.join(map(_told, missing, missing.values()))}; turn {them} off, or leave {them} out"
             )
+
+
+def _told(feature: str, keys: Sequence[str]) -> str:
+    """Name a missing feature and the keys that turn it on, at first only one."""
+    if feature == keys[0]:
+        return f"the key {feature}"
+    more = len(keys) - 1
+    others = "" if not more else f" and {more} other key{'s' if more > 1 else ''}"
+    before = f"{feature[:-1]}, " if feature.endswith(")") else f"{feature} ("
+    return f"{before}{keys[0]}{others})"
 
 
 _ABSENT = object()
@@ -175,7 +186,7 @@ def _apply_rules(draft: Draft) -> None:
             case Off(values, feature):
                 _off(draft, path, value, values, feature)
             case None if not is_converted(path):
-                draft.missing(path, f"the key {path}")
+                draft.missing(path)
             case None:
                 pass
 

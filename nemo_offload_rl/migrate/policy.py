@@ -64,7 +64,7 @@ def _vllm_kwargs(draft: Draft) -> None:
         elif name in ALLOWED and name not in REFUSED and name not in OWN_KEYS:
             kept[name] = value
         else:
-            draft.missing(key, f"vllm_kwargs.{name}")
+            draft.missing(key)
     draft.keep(section, kept)
 
 

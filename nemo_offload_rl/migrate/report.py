@@ -41,7 +41,7 @@ class Row:
         outcome: See `Outcome`.
         theirs: Its dotted name in NeMo-RL's file, "" for a key that only this package has.
         ours: Its dotted name here, "" for none.
-        note: The reason or the change; for `MISSING` the feature.
+        note: The reason or the change; for `MISSING` the feature, "" if the key says all.
     """
 
     outcome: Outcome
@@ -66,10 +66,13 @@ class Report:
 
     @property
     def missing(self) -> dict[str, list[str]]:
-        """Features that the file uses and this package lacks, each with the keys that turn it on."""
+        """Features that the file uses and this package lacks, each with the keys that turn it on.
+
+        A feature without words has the name of its key.
+        """
         found: dict[str, list[str]] = {}
         for row in self.of(Outcome.MISSING):
-            found.setdefault(row.note, []).append(row.theirs)
+            found.setdefault(row.note or row.theirs, []).append(row.theirs)
         return found
 
     def render(self) -> str:
@@ -89,11 +92,12 @@ class Report:
             return
         by_note: dict[str, list[str]] = {}
         for row in rows:
-            by_note.setdefault(row.note, []).append(_names(row))
+            is_unnamed = outcome is Outcome.MISSING and not row.note
+            by_note.setdefault(row.theirs if is_unnamed else row.note, []).append(_names(row))
         for note, names in by_note.items():
             *first, last = listed(names)
             yield from ((f"  {name}", "") for name in first)
-            yield f"  {last}", note
+            yield f"  {last}", "" if note in names else note
 
 
 def _names(row: Row) -> str:

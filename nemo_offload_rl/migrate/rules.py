@@ -296,7 +296,7 @@ FEATURES: Mapping[str, Rule] = {
             "penalize_malformed_think_tag",
         ),
     ),
-    **_off("validation that begins late (val_start_at)", "grpo.val_start_at", values=(-1, 0)),
+    **_off("validation that begins late", "grpo.val_start_at", values=(-1, 0)),
     **_off("early stop at a validation metric", "grpo.stop_at_validation_metric"),
     # The model and its training.
     **_off("draft models", "policy.draft.enabled"),
@@ -304,19 +304,19 @@ FEATURES: Mapping[str, Rule] = {
     **_off("settings of DTensor's expert parallelism", "policy.dtensor_cfg.moe_parallelizer.*", values=()),
     **_off("custom_parallel_plan", "policy.dtensor_cfg.custom_parallel_plan"),
     **_off("dropout before an adapter", "policy.dtensor_cfg.lora_cfg.dropout_position", values=("post",)),
-    **_off("Automodel's models (automodel_kwargs)", "policy.dtensor_cfg.automodel_kwargs.*", values=()),
+    **_off("Automodel's models", "policy.dtensor_cfg.automodel_kwargs.*", values=()),
     **_off(
-        "Automodel's models (automodel_kwargs)",
+        "Automodel's models",
         "policy.dtensor_cfg.automodel_kwargs",
         values=({}, None),
     ),
     **_off(
-        "Automodel's models (automodel_kwargs)",
+        "Automodel's models",
         "policy.dtensor_cfg.automodel_kwargs.force_hf",
         "policy.dtensor_cfg.automodel_kwargs.use_liger_kernel",
         values=(True, False, None),
     ),
-    **_off("Automodel's models (automodel_kwargs)", "policy.dtensor_cfg.automodel_kwargs.use_liger_kernel"),
+    **_off("Automodel's models", "policy.dtensor_cfg.automodel_kwargs.use_liger_kernel"),
     **_off("overrides of Megatron's model", "policy.megatron_cfg.model_overrides.*", values=()),
     **_off("overrides of Megatron's model", "policy.megatron_cfg.model_overrides", values=({}, None)),
     **_off(
@@ -330,7 +330,7 @@ FEATURES: Mapping[str, Rule] = {
     **_off("a fused squared ReLU", "policy.megatron_cfg.use_fused_weighted_squared_relu"),
     **_off("Megatron's own FSDP", "policy.megatron_cfg.distributed_data_parallel_config.use_custom_fsdp"),
     **_off("parameters in 8 bits", "policy.megatron_cfg.fp8_cfg.fp8_param"),
-    **_off("adapters of another type (lora_dtype)", "policy.megatron_cfg.peft.lora_dtype", values=(None, "None")),
+    **_off("adapters of another type", "policy.megatron_cfg.peft.lora_dtype", values=(None, "None")),
     # The engine.
     **_off(
         "weights of the engine in {value}",

@@ -63,10 +63,19 @@ def test_a_file_that_uses_what_is_not_here_is_not_written_and_told_in_one_line(t
     with pytest.raises(ConfigError) as caught:
         main([str(write(tmp_path / "their.yaml", config)), "-o", str(tmp_path / "our.yaml")])
     assert str(caught.value) == (
-        "this NeMo-RL configuration uses 2 things not available here: validation that begins "
-        "late (val_start_at) (grpo.val_start_at); draft models (policy.draft.enabled); turn them off, or leave them out"
+        "this NeMo-RL configuration uses 2 features that are not available here: validation that begins late "
+        "(grpo.val_start_at); draft models (policy.draft.enabled); turn them off, or leave them out"
     )
     assert "not available here: 2" in capsys.readouterr().out
+    config = grpo_file()
+    config["loss_fn"]["magic"] = 1
+    with pytest.raises(ConfigError) as caught:
+        main([str(write(tmp_path / "their.yaml", config))])
+    assert str(caught.value) == (
+        "this NeMo-RL configuration uses 1 feature that is not available here: the key loss_fn.magic; turn it off, or "
+        "leave it out"
+    )
+    assert capsys.readouterr().out.rstrip().endswith("not available here: 1\n  loss_fn.magic")
     assert not (tmp_path / "our.yaml").exists()
 
 
