@@ -149,9 +149,27 @@ class LayerwisePasses:
             loss_of: See `LossOf`.
             before_micro_batch: Called with the index of each micro-batch before its last computation.
         """
-        return self._in_groups(
-            lambda: self._train(micro_batches, reader_of, loss_of, before_micro_batch), after_failure=self.drop
-        )
+
+        def run() -> list[tuple[Tensor, dict[str, Tensor]]]:
+            self.norms = {}
+            found: list[tuple[Tensor, dict[str, Tensor]]] = []
+            self._sizes.begin(self._most_tokens(micro_batches), trains=True)
+            with self._passing.charged(), self._ready():
+                while (num_done := len(found)) < len(micro_batches):
+                    waiting = micro_batches[num_done:]
+                    if self._activations is not None:
+                        waiting = waiting[:1]  # host memory holds the layer inputs of one micro-batch
+                    group = self._embed(waiting)
+                    is_last = num_done + len(group) == len(micro_batches)
+                    self._forward(group, keeps_inputs=True)
+                    found += self._backward_of_output(group, reader_of, loss_of, measures=is_last)
+                    self._backward_of_layers(group, measures=is_last)
+                    places = range(num_done, len(found))
+                    self._backward_of_embedding(group, reader_of, places, before_micro_batch, measures=is_last)
+                    self._sizes.learn()
+            return found
+
+        return self._in_groups(run, after_failure=self.drop)
 
     def drop(self) -> None:
         """Drop gradients and gathered parameters."""
@@ -191,31 +209,6 @@ class LayerwisePasses:
                 with self._present(self._output, 0 if has_more and not self._is_tied else None):
                     for it in group:
                         found.append((self._scores(it, it.hidden, reader_of(it.batch)), it.batch))
-                self._sizes.learn()
-        return found
-
-    def _train[Batch: TokenBatch](
-        self,
-        micro_batches: Sequence[Batch],
-        reader_of: ReaderOf[Batch],
-        loss_of: LossOf[Batch],
-        before_micro_batch: Callable[[int], None],
-    ) -> list[tuple[Tensor, dict[str, Tensor]]]:
-        self.norms = {}
-        found: list[tuple[Tensor, dict[str, Tensor]]] = []
-        self._sizes.begin(self._most_tokens(micro_batches), trains=True)
-        with self._passing.charged(), self._ready():
-            while (num_done := len(found)) < len(micro_batches):
-                waiting = micro_batches[num_done:]
-                if self._activations is not None:
-                    waiting = waiting[:1]  # host memory holds the layer inputs of one micro-batch
-                group = self._embed(waiting)
-                is_last = num_done + len(group) == len(micro_batches)
-                self._forward(group, keeps_inputs=True)
-                found += self._backward_of_output(group, reader_of, loss_of, measures=is_last)
-                self._backward_of_layers(group, measures=is_last)
-                places = range(num_done, len(found))
-                self._backward_of_embedding(group, reader_of, places, before_micro_batch, measures=is_last)
                 self._sizes.learn()
         return found
 
