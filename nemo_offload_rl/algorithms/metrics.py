@@ -272,7 +272,11 @@ def _advice(metrics: Mapping[str, float]) -> str:
             "All responses to a prompt got the same reward: raise grpo.num_generations_per_prompt, or set "
             "grpo.use_dynamic_sampling=true."
         )
+    if metrics["accuracy"] == 1:
+        return "Every response is correct, so the prompts are too easy: use harder ones."
+    said = "No response is correct" if metrics["accuracy"] == 0 else "Every response got the same reward"
     return (
-        "Every response got the same reward. Look at responses and expected answers (grpo.log_rollouts=true): does the "
-        "environment find the answers, and are the prompts neither too hard nor too easy?"
+        f"{said}. Compare responses and expected answers (grpo.log_rollouts=true): if the reward is right, the prompts "
+        "are too hard (use easier ones, or train with SFT first); if not, correct the answers, the format that the "
+        "prompt asks for, or the reward function."
     )

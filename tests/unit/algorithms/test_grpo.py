@@ -77,11 +77,12 @@ def test_steps_without_any_advantage_in_a_row_are_warned_of_with_what_to_change(
     kinds = [*[NEVER] * 4, *[MIXED] * 2, *[ALWAYS] * 14]  # two prompts a step
     local_grpo(tmp_path, model, kinds, "data.shuffle=false", "grpo.max_num_epochs=1", "grpo.max_num_steps=10").run()
     assert ["last 3 steps" in warnings()[0], "last 6 steps" in warnings()[1]] == [True, True]
-    assert len(warnings()) == 2 and "rewards from 1 to 1" in warnings()[0]
+    assert len(warnings()) == 2 and "rewards from 1 to 1" in warnings()[0] and "are too easy" in warnings()[0]
     caplog.clear()
-    idle, known = IdleSteps(), {"advantage_min": 0.0, "advantage_max": 0.0, "reward_min": 0.0, "truncation_rate": 0.0}
-    for reward, cut_off, advice in ((1.0, 0.0, "num_generations_per_prompt"), (0.0, 0.9, "max_new_tokens")):
-        for _ in range(3):
+    idle, known = IdleSteps(), {"advantage_min": 0.0, "advantage_max": 0.0, "reward_min": 0.0, "accuracy": 0.0}
+    cases = ((1.0, 0.0, "num_generations_per_prompt"), (0.0, 0.9, "max_new_tokens"), (0.0, 0.0, "are too hard"))
+    for count, (reward, cut_off, advice) in zip((3, 3, 6), cases, strict=True):
+        for _ in range(count):
             idle.count({**known, "reward_max": reward, "truncation_rate": cut_off})
         assert advice in warnings()[-1]
 
