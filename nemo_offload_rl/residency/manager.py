@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nemo_offload_rl.residency.device.device import Device
 from nemo_offload_rl.residency.host.arena import HostArena, HostMirror
-from nemo_offload_rl.residency.needs import PassKind
+from nemo_offload_rl.residency.needs import PassKind, PassNeed
 from nemo_offload_rl.residency.state.frozen_copy import FrozenCopy
 from nemo_offload_rl.residency.state.group_set import GroupSet, Records, device_bytes
 from nemo_offload_rl.residency.state.group_state import GroupState, LayerWaits
@@ -26,7 +26,7 @@ from nemo_offload_rl.residency.streams.passing import PassingParts
 from nemo_offload_rl.residency.streams.prefetch import Prefetcher
 from nemo_offload_rl.residency.streams.snapshot import Snapshots
 from nemo_offload_rl.residency.streams.stream import Streams
-from nemo_offload_rl.residency.streams.work_memory import WorkMemory
+from nemo_offload_rl.residency.streams.work_memory import NO_ESTIMATES, WorkMemory
 from nemo_offload_rl.residency.table.errors import OpenStepError, ResidencyError
 from nemo_offload_rl.residency.table.groups import StateGroup
 from nemo_offload_rl.residency.table.ledger import Ledger, TransitionReport
@@ -59,6 +59,7 @@ class ResidencyManager:
         overlap: Let copies run while the caller works, if the device can; False waits for each inside `enter`.
         verify: Compare host copies that count as up to date with the device, byte by byte. Slow; for finding bugs.
         left_by_engine_bytes: Device memory that this process may hold while an engine is awake.
+        estimates: Device memory that passes need in addition to state, as estimated; what is measured corrects it.
 
     Attributes:
         passing: Moves parameters and gradients that pass through the device part by part; None if none do.
@@ -75,6 +76,7 @@ class ResidencyManager:
         overlap: bool = True,
         verify: bool = False,
         left_by_engine_bytes: int = 0,
+        estimates: Mapping[PassKind, PassNeed] = NO_ESTIMATES,
     ) -> None:
         if unknown := [group.name for group in groups if row_of(group.name) not in plan.table]:
             raise ValueError(f"state groups {unknown} have no row in the residency plan ({', '.join(plan.table)})")
@@ -93,7 +95,7 @@ class ResidencyManager:
         self._layer_waits = LayerWaits(self._states.values())
         self._overlap = overlap and device.asynchronous
         self._groups = GroupSet(self._states, device, overlap=self._overlap)
-        self.work = WorkMemory(device)
+        self.work = WorkMemory(device, estimates)
         self._left_by_engine_bytes = left_by_engine_bytes if self._overlap and plan.shares_device else 0
         params, grads, self._parts = (self._of_row(row) for row in (PARAMS_PART, GRADS_PART, OPTIMIZER_PART))
         passing = list(zip(self._parts, params, grads, strict=True)) if params else []

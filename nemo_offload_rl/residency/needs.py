@@ -1,10 +1,13 @@
-"""Kinds of passes, and the device memory that a pass needs for its number of tokens."""
+"""Kinds of passes, and the device memory that a pass needs for its number of tokens: estimated, then measured."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
 from enum import StrEnum
+
+RESERVE_BYTES = 1 << 30
+MARGIN = 1.1  # later batches may be somewhat larger than those seen
 
 
 class PassKind(StrEnum):
@@ -47,3 +50,48 @@ class PassNeed:
         own_tokens = sys.maxsize if self.bytes_per_token <= 0 else int(left_bytes / self.bytes_per_token)
         own_tokens = own_tokens if left_bytes >= 0 else 0
         return min(own_tokens, *(moment.most_tokens(num_bytes) for moment in self.other_moments), sys.maxsize)
+
+
+class LearnedNeed:
+    """Device memory that passes of one kind need in addition to state: an estimate, corrected by measurements.
+
+    Args:
+        estimate: Need as estimated before the run; None if there is none.
+
+    Attributes:
+        most_bytes: Most bytes that were measured; 0 before the first measurement.
+        most_tokens: Tokens of the largest pass that was measured.
+    """
+
+    def __init__(self, estimate: PassNeed | None = None) -> None:
+        self.most_bytes = self.most_tokens = 0
+        self._estimate = estimate
+        self._is_measured = False
+
+    @property
+    def is_known(self) -> bool:
+        """Tell whether a pass was measured or estimated."""
+        return self._is_measured or self._estimate is not None
+
+    def include(self, num_bytes: int, num_tokens: int) -> None:
+        """Record a measured pass."""
+        self._is_measured = True
+        self.most_bytes, self.most_tokens = max(self.most_bytes, num_bytes), max(self.most_tokens, num_tokens)
+
+    def expected_bytes(self, num_tokens: int) -> int:
+        """Bytes of a pass with micro-batches of up to so many tokens.
+
+        Measured passes are the least. For a larger one they grow as the estimate does, or in proportion without one.
+        """
+        estimate, seen = self._estimate, self.most_tokens
+        if not self._is_measured:
+            return estimate.num_bytes(num_tokens) if estimate is not None else 0
+        if num_tokens <= seen or not seen:
+            return self.most_bytes
+        if estimate is not None and (seen_bytes := estimate.num_bytes(seen)):
+            return self.most_bytes * estimate.num_bytes(num_tokens) // seen_bytes
+        return self.most_bytes * num_tokens // seen
+
+    def expected_with_margin(self, num_tokens: int) -> int:
+        """Bytes to keep free for a pass: those expected, a tenth, and a reserve."""
+        return int(MARGIN * self.expected_bytes(num_tokens)) + RESERVE_BYTES

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nemo_offload_rl.residency import PassingParts
-from nemo_offload_rl.residency.streams.work_memory import MARGIN, RESERVE_BYTES
+from nemo_offload_rl.residency.needs import LearnedNeed
 
 
 @dataclass
-class _Need:
-    """Memory that groups of one kind of pass need, learned as they run.
+class _Kind:
+    """Passes with or without gradients.
 
     Attributes:
         num_kept: Number of hidden states kept for each micro-batch.
         most_bytes: Limit of a group's kept bytes; None until memory has run out.
-        work_bytes: Most bytes that a group needed in addition to the kept ones; None before the first group.
-        work_tokens: Tokens of the largest micro-batch when `work_bytes` was measured.
+        need: Memory of a group in addition to the kept bytes, by the tokens of its largest micro-batch.
     """
 
     num_kept: int
     most_bytes: int | None = None
-    work_bytes: int | None = None
-    work_tokens: int = 1
-
-    def expected_bytes(self, tokens: int) -> int | None:
-        """Estimate, with a margin, `work_bytes` for micro-batches of up to `tokens` tokens; None if unknown."""
-        if self.work_bytes is None:
-            return None
-        return int(MARGIN * self.work_bytes * max(1.0, tokens / self.work_tokens)) + RESERVE_BYTES
+    need: LearnedNeed = field(default_factory=LearnedNeed)
 
 
 class GroupSizes:
@@ -50,8 +42,8 @@ class GroupSizes:
         self.num_together = 0
         self._passing = passing
         self._largest_bytes = largest_bytes
-        self._reading, self._training = _Need(num_kept_reading), _Need(num_kept_training)
-        self._need = self._reading  # of the present pass
+        self._reading, self._training = _Kind(num_kept_reading), _Kind(num_kept_training)
+        self._kind = self._reading  # of the present pass
         self._kept_bytes = 0  # of the present group
         self._added_bytes = self._added_tokens = self._num_added = 0  # since the group began
         self._limit_bytes = 0  # of the present group's kept bytes
@@ -64,7 +56,7 @@ class GroupSizes:
 
     def begin(self, tokens: int, *, trains: bool) -> None:
         """Begin a pass over micro-batches of up to `tokens` tokens."""
-        self._need = self._training if trains else self._reading
+        self._kind = self._training if trains else self._reading
         self._tokens = tokens
         self.num_together = 0
         self._has_kept = False
@@ -77,13 +69,15 @@ class GroupSizes:
         free_bytes = self._passing.free_bytes()
         self._begun_bytes = self._passing.allocated_bytes()
         self._passing.restart_peak()
-        if (work_bytes := self._need.expected_bytes(self._tokens)) is None:
+        if self._kind.need.is_known:
+            work_bytes = self._kind.need.expected_with_margin(self._tokens)
+        else:
             # A pass takes at most 16 bytes for each of a part's parameters (the cast copy, gradients, the next part).
             # One layer, or the logits, of a micro-batch get half of the rest; that may be too little.
             work_bytes = free_bytes - (free_bytes - 4 * self._largest_bytes) // 2
         self._limit_bytes = free_bytes - work_bytes
-        if self._need.most_bytes is not None:
-            self._limit_bytes = min(self._limit_bytes, self._need.most_bytes)
+        if self._kind.most_bytes is not None:
+            self._limit_bytes = min(self._limit_bytes, self._kind.most_bytes)
         self._added_bytes = self._added_tokens = self._num_added = 0
 
     def has_room(self, num_tokens: int) -> bool:
@@ -95,7 +89,7 @@ class GroupSizes:
 
     def add(self, num_tokens: int, hidden_bytes: int, others_bytes: int) -> None:
         """Count an embedded micro-batch: bytes of one of its hidden states, and of the layers' other arguments."""
-        self._added_bytes += self._need.num_kept * hidden_bytes + others_bytes
+        self._added_bytes += self._kind.num_kept * hidden_bytes + others_bytes
         self._added_tokens += num_tokens
         self._num_added += 1
         self._kept_bytes, self.num_together = self._added_bytes, self._num_added
@@ -105,18 +99,17 @@ class GroupSizes:
 
         Each further micro-batch raises the peak by at most its kept hidden states, wherever in the pass the peak is.
         """
-        peak_bytes, need = self._passing.restart_peak(), self._need
+        peak_bytes = self._passing.restart_peak()
         if peak_bytes and not self._has_kept:
-            need.work_bytes = max(peak_bytes - self._begun_bytes - self._kept_bytes, need.work_bytes or 0)
-            need.work_tokens = max(self._tokens, need.work_tokens)
+            self._kind.need.include(peak_bytes - self._begun_bytes - self._kept_bytes, self._tokens)
 
     def keeps(self, index: int) -> bool:
         """Keep a part for the update if the rest of the training pass has room; return whether it was kept."""
         if not self._may_keep:
             return False
         self.learn()
-        work_bytes = self._training.expected_bytes(self._tokens)
-        if work_bytes is None or not self._passing.keep(index, work_bytes):
+        need = self._training.need
+        if not need.is_known or not self._passing.keep(index, need.expected_with_margin(self._tokens)):
             return False
         self._has_kept = True
         return True
@@ -137,8 +130,8 @@ class GroupSizes:
         had_several = self.num_together > 1
         if self.num_together:
             # Group sizes are estimated from the first micro-batches, so a group may exceed the limit already.
-            need = self._need
-            most_bytes = self._kept_bytes if need.most_bytes is None else min(self._kept_bytes, need.most_bytes)
-            need.most_bytes = most_bytes // 2
+            kind = self._kind
+            most_bytes = self._kept_bytes if kind.most_bytes is None else min(self._kept_bytes, kind.most_bytes)
+            kind.most_bytes = most_bytes // 2
         self.num_together = 0  # the next pass may fail before it has a group to divide
         return had_several

@@ -1,4 +1,4 @@
-"""Device memory that the work of each phase needs in addition to state, learned as phases pass.
+"""Measures the device memory that the work of each phase needs in addition to state.
 
 A need is the larger of two numbers: the largest difference between allocated bytes and the bytes of state groups at
 that time, and what the allocator holds for passes at the end of the phase, in pieces that fit nothing else. If state
@@ -7,32 +7,16 @@ took the latter, the allocator would give all of its cache back and ask the CUDA
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from types import MappingProxyType
 
 from nemo_offload_rl.residency.device.device import Device
-from nemo_offload_rl.residency.needs import PassKind
+from nemo_offload_rl.residency.needs import MARGIN, RESERVE_BYTES, LearnedNeed, PassKind, PassNeed
 from nemo_offload_rl.residency.state.group_state import GroupState
 from nemo_offload_rl.residency.table.plan import PHASES, Phase, Placement
 
-RESERVE_BYTES = 1 << 30
-MARGIN = 1.1  # later batches may be somewhat larger than those seen
-
-
-@dataclass
-class _Need:
-    """Most bytes that passes of one kind took in addition to state, and the size of the largest of them."""
-
-    num_bytes: int = 0
-    size: int = 0
-
-    def include(self, num_bytes: int, size: int) -> None:
-        self.num_bytes, self.size = max(self.num_bytes, num_bytes), max(self.size, size)
-
-    def expected_bytes(self, size: int) -> int:
-        """Need of a pass of this size: the most seen, in proportion for a larger pass."""
-        return int(self.num_bytes * max(1.0, size / self.size if self.size else 1.0))
+NO_ESTIMATES: Mapping[PassKind, PassNeed] = MappingProxyType({})
 
 
 class WorkMemory:
@@ -42,10 +26,12 @@ class WorkMemory:
 
     Args:
         device: Device whose peaks are read. If it has none, the work counts as needing nothing.
+        estimates: Needs of passes as estimated before the run; measurements correct them.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, estimates: Mapping[PassKind, PassNeed] = NO_ESTIMATES) -> None:
         self._device = device
+        self._estimates = estimates
         self._phase: Phase | None = None
         self._held_bytes = 0  # of state groups, now
         self._leaving: dict[GroupState, int] = {}  # leaving since before the phase; bytes still in `_held_bytes`
@@ -53,8 +39,8 @@ class WorkMemory:
         self._peak_bytes = 0  # of the phase, before the last `restart_peak`
         self._kind: PassKind | None = None  # of the present pass; None before the first one of a phase
         self._size = 0  # of the present pass
-        self._present: dict[PassKind | None, _Need] = {}  # of the present phase
-        self._seen: dict[Phase, dict[PassKind | None, _Need]] = {}
+        self._present: dict[PassKind | None, LearnedNeed] = {}  # of the present phase
+        self._seen: dict[Phase, dict[PassKind | None, LearnedNeed]] = {}
 
     # -- answers
 
@@ -69,16 +55,21 @@ class WorkMemory:
     def is_too_tight(self, *, has_prefetched: bool) -> bool:
         """Tell whether the present pass may need more than is free.
 
-        A pass no larger than others of its kind does not. Any pass of an unseen kind may, if state was prefetched.
+        A pass no larger than others of its kind does not. A pass of an unseen kind may if state was prefetched and its
+        estimate, with a margin, is more than is free, or if there is no estimate.
         """
-        if self._phase is None or not self._is_known_kind:
+        if self._phase is None or self._kind is None:
             return has_prefetched
-        need = self._seen[self._phase][self._kind]
-        return self._size > need.size and self._device.free_bytes() < need.expected_bytes(self._size)
+        need = self._seen.get(self._phase, {}).get(self._kind)
+        if need is not None:
+            return self._size > need.most_tokens and self._device.free_bytes() < need.expected_bytes(self._size)
+        need = self._new_need(self._kind)
+        is_short = not need.is_known or self._device.free_bytes() < need.expected_with_margin(self._size)
+        return has_prefetched and is_short
 
     def needed_bytes(self, phase: Phase) -> int:
         """Most memory that a phase's work has taken in addition to state; 0 before the phase has been seen once."""
-        return max((need.num_bytes for need in self._seen.get(phase, {}).values()), default=0)
+        return max((need.most_bytes for need in self._seen.get(phase, {}).values()), default=0)
 
     # -- events
 
@@ -94,7 +85,7 @@ class WorkMemory:
         self._other_bytes = max(0, self._device.allocated_bytes() - held_bytes)
 
     def expect(self, kind: PassKind, size: int) -> None:
-        """Begin a pass of this kind and size, in any unit, in the present phase."""
+        """Begin a pass of this kind and size in tokens, in the present phase."""
         self.restart_peak()
         self._kind, self._size = kind, size
         self._include(0)
@@ -111,7 +102,7 @@ class WorkMemory:
                 self._include(self._device.cached_for_work_bytes())
             seen = self._seen.setdefault(self._phase, {})
             for kind, need in self._present.items():
-                seen.setdefault(kind, _Need()).include(need.num_bytes, need.size)
+                seen.setdefault(kind, self._new_need(kind)).include(need.most_bytes, need.most_tokens)
         return self._peak_bytes
 
     @contextmanager
@@ -182,7 +173,10 @@ class WorkMemory:
                 del self._leaving[state]
 
     def _include(self, num_bytes: int) -> None:
-        self._present.setdefault(self._kind, _Need()).include(num_bytes, self._size)
+        self._present.setdefault(self._kind, self._new_need(self._kind)).include(num_bytes, self._size)
+
+    def _new_need(self, kind: PassKind | None) -> LearnedNeed:
+        return LearnedNeed(None if kind is None else self._estimates.get(kind))
 
     def _expected_bytes(self, phase: Phase) -> int:
         """Need of the present pass; for passes still to come, the most seen."""

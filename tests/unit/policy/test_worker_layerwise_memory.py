@@ -11,9 +11,8 @@ from deferred_device import DeferredDevice
 from passing_cases import assert_same_steps, in_parts, steps
 from policy_cases import NLL, Poisoned, assert_equal, forward_hook_on_layer, full_params, make_batch, one_rank_worker
 
-from nemo_offload_rl.backends.dtensor import group_sizes as group_sizes_module
-from nemo_offload_rl.residency import CpuDevice, Phase, Placement
-from nemo_offload_rl.residency.streams.work_memory import RESERVE_BYTES
+from nemo_offload_rl.residency import CpuDevice, Phase, Placement, needs
+from nemo_offload_rl.residency.needs import RESERVE_BYTES
 
 recomputed = partial(one_rank_worker, activation_checkpointing=True)
 
@@ -58,7 +57,7 @@ def kept(worker):
 
 
 def test_groups_grow_into_what_the_first_one_left_at_its_peak_and_no_further(folders, use_device, monkeypatch):
-    monkeypatch.setattr(group_sizes_module, "RESERVE_BYTES", 0)
+    monkeypatch.setattr(needs, "RESERVE_BYTES", 0)
     folder, _ = folders("qwen3-tied")
     changes = {"precision": "bfloat16", "train_micro_batch_size": 1, "logprob_batch_size": 1}
     with recomputed(folder, keep_reference=True, **changes) as worker:

@@ -23,7 +23,7 @@ from nemo_offload_rl.errors import ConfigError, UserError
 from nemo_offload_rl.policy import residency_setup
 from nemo_offload_rl.policy import worker as worker_module
 from nemo_offload_rl.residency import HostArena, OpenStepError, Phase, ResidencyError
-from nemo_offload_rl.residency.streams.work_memory import RESERVE_BYTES
+from nemo_offload_rl.residency.needs import RESERVE_BYTES
 
 
 def test_offloading_changes_no_bit_of_parameters_and_optimizer_states(make_worker, folders):

@@ -28,7 +28,7 @@ from nemo_offload_rl.residency import (
 from nemo_offload_rl.residency.device import cuda_copies
 from nemo_offload_rl.residency.device.device import Copy, Room
 from nemo_offload_rl.residency.host import regions as host_regions
-from nemo_offload_rl.residency.streams.work_memory import RESERVE_BYTES
+from nemo_offload_rl.residency.needs import RESERVE_BYTES
 
 pytestmark = [
     pytest.mark.gpu,

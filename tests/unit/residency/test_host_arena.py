@@ -66,7 +66,7 @@ class TightDevice(CpuDevice):
         self.may_go_on = threading.Event()
 
     def new_region(self, num_bytes: int) -> HostRegion:
-        assert self.may_go_on.wait(300)
+        assert self.may_go_on.wait(1500)
         return super().new_region(num_bytes)
 
 

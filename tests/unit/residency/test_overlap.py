@@ -13,7 +13,8 @@ from toy_training import Training, assert_bitwise_equal
 
 from nemo_offload_rl.residency import CpuDevice, Phase, Placement, totals
 from nemo_offload_rl.residency.device.device import Transfer
-from nemo_offload_rl.residency.streams.work_memory import RESERVE_BYTES, WorkMemory
+from nemo_offload_rl.residency.needs import RESERVE_BYTES
+from nemo_offload_rl.residency.streams.work_memory import WorkMemory
 
 MOVES = st.lists(st.sampled_from([*Phase, "step", "poll", "prefetch", "go", "settle"]), min_size=1, max_size=14)
 

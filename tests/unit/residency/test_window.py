@@ -14,7 +14,7 @@ from toy_parts import NUM_PARTS, PART_BYTES, WIDTH, PartsTraining
 from toy_training import assert_bitwise_equal
 
 from nemo_offload_rl.residency import CpuDevice, DeviceOutOfMemoryError, Phase, ResidencyError
-from nemo_offload_rl.residency.streams.work_memory import RESERVE_BYTES
+from nemo_offload_rl.residency.needs import RESERVE_BYTES
 
 
 class RoomyDevice(DeferredDevice, SimulatedDevice):

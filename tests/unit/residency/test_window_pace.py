@@ -9,9 +9,9 @@ import toy_parts
 from clocked_device import ClockedDevice
 from toy_parts import PART_BYTES, PartsTraining
 
+from nemo_offload_rl.residency.needs import RESERVE_BYTES
 from nemo_offload_rl.residency.state import group_set as transaction
 from nemo_offload_rl.residency.state import group_state
-from nemo_offload_rl.residency.streams.work_memory import RESERVE_BYTES
 from nemo_offload_rl.residency.table import ledger
 
 NUM_PARTS = 40

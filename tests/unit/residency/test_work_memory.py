@@ -8,7 +8,8 @@ from test_window import RoomyDevice
 from toy_parts import NUM_PARTS, PART_BYTES, PartsTraining
 
 from nemo_offload_rl.policy.passes import MANY_MICRO_BATCHES, TrainingPace
-from nemo_offload_rl.residency import PassKind, Phase
+from nemo_offload_rl.residency import PassKind, Phase, needs
+from nemo_offload_rl.residency.needs import LearnedNeed, PassNeed
 from nemo_offload_rl.residency.streams import work_memory
 
 CAPACITY_PARTS = 3 * NUM_PARTS  # parameters and gradients take as much as the states of all parts
@@ -35,7 +36,8 @@ class WorkingDevice(RoomyDevice):
 @pytest.fixture
 def training(monkeypatch):
     """Gradients that stay, in TRAINING before the first update, with hardly any reserve."""
-    monkeypatch.setattr(work_memory, "RESERVE_BYTES", PART_BYTES // 10)
+    for module in (needs, work_memory):
+        monkeypatch.setattr(module, "RESERVE_BYTES", PART_BYTES // 10)
     training = PartsTraining(WorkingDevice())
     for parameter in training.parameters:
         parameter.grad = torch.zeros(parameter.numel())
@@ -85,7 +87,18 @@ def test_a_pass_without_backward_does_not_count_as_seen_for_one_with_backward(tr
     assert training.manager.work.needed_bytes(Phase.TRAINING) == large
 
 
-def test_the_first_pass_of_its_kind_finds_nothing_prefetched_beside_it(training):
+@pytest.mark.parametrize(
+    ("estimate", "stays"),
+    [
+        (None, False),
+        (PassNeed(0, PART_BYTES / 2), True),
+        (PassNeed(PART_BYTES * CAPACITY_PARTS, 0), False),
+        (PassNeed(0, 0, (PassNeed(0, PART_BYTES * CAPACITY_PARTS),)), False),
+    ],
+)
+def test_prefetched_state_leaves_before_the_first_pass_of_a_kind_that_is_not_known_to_fit(training, estimate, stays):
+    if estimate is not None:
+        training.manager.work._estimates = {PassKind.LOGPROBS: estimate}
     for _ in range(3):
         run_update(training, 4 * PART_BYTES, 1)
     training.manager.settle()
@@ -93,7 +106,24 @@ def test_the_first_pass_of_its_kind_finds_nothing_prefetched_beside_it(training)
     training.manager.prefetch(Phase.OPTIM_STEP)
     assert training.held_parts() > 0
     training.manager.expect_work(PassKind.LOGPROBS, 1)
-    assert training.held_parts() == 0
+    assert (training.held_parts() > 0) == stays
+
+
+def test_a_larger_pass_needs_as_much_more_as_its_estimate_says_and_never_less_than_was_measured():
+    estimate = PassNeed(-30, 1.5, (PassNeed(10, 1.0),))
+    tokens = (10, 70, 80, 200)
+    assert [estimate.num_bytes(n) for n in tokens] == [20, 80, 90, 270]
+    assert [estimate.most_tokens(estimate.num_bytes(n)) for n in tokens] == [10, 70, 80, 200]
+    need = LearnedNeed(estimate)
+    assert need.expected_bytes(200) == 270
+    need.include(45, 10)  # 2.25 times the estimate
+    assert [need.expected_bytes(n) for n in (5, 10, 200)] == [45, 45, 270 * 45 // 20]
+    need.include(30, 12)
+    assert need.expected_bytes(11) == 45
+    plain = LearnedNeed()
+    assert not plain.is_known
+    plain.include(45, 10)
+    assert plain.expected_bytes(20) == 90
 
 
 def test_state_that_comes_between_two_passes_is_no_part_of_what_either_needs(training):

@@ -19,7 +19,7 @@ from nemo_offload_rl.residency import (
     optimizer_tensors,
     resolve_plan,
 )
-from nemo_offload_rl.residency.streams.work_memory import RESERVE_BYTES
+from nemo_offload_rl.residency.needs import RESERVE_BYTES
 
 NUM_PARTS = 8
 WIDTH = 64
