@@ -92,7 +92,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's model with random weights, and its tokenizer."""
     folder, output = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("output")
     script = Script([ROOT / "examples/demo/make_model.py", "--output", folder], output, cwd=ROOT, env=environment())
-    done = script.wait(500)
+    done = script.wait(1500)
     assert done.status == 0, done.stderr
     return folder
 
@@ -179,7 +179,7 @@ class RunningGrpo:
         """Exit status, the last line on standard error that is not indented, and children that live on."""
         done = self.script.wait(timeout_s)
         self._look()
-        _, alive = psutil.wait_procs(self.children, timeout=300)
+        _, alive = psutil.wait_procs(self.children, timeout=1500)
         (*_, why) = (line for line in done.stderr.splitlines() if not line.startswith("  "))
         return done.status, why, alive
 
@@ -246,7 +246,7 @@ def run_grpo(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Finished
         _, *argv = command(*overrides, config=config, **script)
         folder = tmp_path_factory.mktemp("output")
         variables = {**environment(), **forked_workers.variables(), **(env or {})}
-        return Script(argv, folder, cwd=ROOT, env=variables).wait(500)
+        return Script(argv, folder, cwd=ROOT, env=variables).wait(1500)
 
     return run
 
@@ -257,7 +257,7 @@ def run_script(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Finish
 
     def run(script: str, *arguments: str, env: dict[str, str] | None = None) -> Finished:
         variables = {**environment(), **forked_workers.variables(), **(env or {})}
-        return Script([script, *arguments], tmp_path_factory.mktemp("output"), cwd=ROOT, env=variables).wait(500)
+        return Script([script, *arguments], tmp_path_factory.mktemp("output"), cwd=ROOT, env=variables).wait(1500)
 
     return run
 
@@ -268,7 +268,7 @@ def launch_grpo() -> Callable[..., Finished]:
 
     def launch(*overrides: str) -> Finished:
         options: dict[str, Any] = {"cwd": ROOT, "env": environment(BEFORE_TESTS), "capture_output": True, "text": True}
-        done = subprocess.run(command(*overrides), timeout=500, **options)
+        done = subprocess.run(command(*overrides), timeout=1500, **options)
         return Finished(done.returncode, done.stdout, done.stderr)
 
     return launch

@@ -32,7 +32,7 @@ def test_a_run_with_weights_in_flight_outlives_its_engine_and_leaves_nothing_beh
     run.wait_for_step(STEPS)
     worker = run.policy()
     worker.kill()
-    status, last_line, alive = run.wait(300)
+    status, last_line, alive = run.wait(1500)
     assert (status, alive) == (2, [])
     assert re.match(rf"error: policy worker 0 died during \w+: process {worker.pid}", last_line)
     metrics = read_metrics(tmp_path / "run")

@@ -156,7 +156,7 @@ def test_a_shared_engine_that_dies_is_started_again_changes_no_number_and_ends_t
 ):
     options = (*short_run(tmp_path / "run"), "policy.generation.vllm_cfg.max_restarts=2")  # dies in the fifth step
     run = start_grpo(*options, env=joined(), script="tests/support/dying_engine.py")
-    status, last_line, alive = run.wait(400)
+    status, last_line, alive = run.wait(1500)
     assert (status, alive) == (2, [])
     errors = run.script.stderr.read_text()
     deaths = re.findall(r"vllm worker 0 died during (\w+): process (\d+)(?:.*, (restarts left: \d)$)?", errors, re.M)
@@ -187,7 +187,7 @@ def test_an_engine_on_a_device_of_its_own_gives_the_same_numbers_and_is_started_
     run.wait_for_step(FEW_STEPS)
     worker = run.policy()
     worker.kill()
-    status, last_line, alive = run.wait(300)
+    status, last_line, alive = run.wait(1500)
     assert (status, alive) == (2, [])
     assert last_line.startswith("error: policy worker 0 died during ")
     assert f"process {worker.pid}" in last_line

@@ -12,7 +12,7 @@ import psutil
 from nemo_offload_rl.memory.limits import THRESHOLD, as_started_here
 from nemo_offload_rl.utils.progress import shown_python
 
-TIMEOUT_S = 400
+TIMEOUT_S = 1500
 
 
 def test_a_model_that_vllm_builds_in_another_way_ends_the_run_with_the_weights_that_it_has_not(

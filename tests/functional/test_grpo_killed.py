@@ -34,7 +34,7 @@ def test_a_run_killed_while_it_saves_in_the_background_goes_on_when_it_is_starte
     for child in run.children:
         with suppress(psutil.NoSuchProcess):
             child.kill()
-    psutil.wait_procs(run.children, timeout=300)
+    psutil.wait_procs(run.children, timeout=1500)
 
     complete = [int(path.name[5:]) for path in (tmp_path / "checkpoints").iterdir() if path.name[5:].isdigit()]
     # The save after step 2 was finished by the one after step 3 at the latest; more may have come before the kill.

@@ -33,7 +33,7 @@ def clone(tmp_path_factory, model_folder) -> Path:
 def start(clone, tmp_path):
     def run(script: str, *arguments: str) -> Finished:
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)]), "OMP_NUM_THREADS": "1"}
-        return Script([str(TESTS / script), *arguments], tmp_path, cwd=clone, env=env).wait(500)
+        return Script([str(TESTS / script), *arguments], tmp_path, cwd=clone, env=env).wait(1500)
 
     return run
 

@@ -103,7 +103,7 @@ def test_the_launch_scripts_end_with_status_2_and_the_line_alone(folder, tmp_pat
 
     for algorithm in ("sft", "dpo"):
         (output := tmp_path / algorithm).mkdir()
-        done = Script(words(algorithm), output, cwd=ROOT, env=os.environ).wait(500)
+        done = Script(words(algorithm), output, cwd=ROOT, env=os.environ).wait(1500)
         assert done.status == 2, done.stderr
         (line,) = done.stderr.splitlines()
         assert line.startswith("error: ")

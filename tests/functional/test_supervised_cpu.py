@@ -50,7 +50,7 @@ def sft_output(folder, tmp_path_factory):
     words = arguments(folder, "sft", "logger.num_val_samples_to_print=1", "checkpointing.save_consolidated=true")
     environment = {**os.environ, **forked_workers.variables()}
     environment.pop("RAY_ADDRESS", None)
-    done = Script(words, tmp_path_factory.mktemp("output"), cwd=ROOT, env=environment).wait(500)
+    done = Script(words, tmp_path_factory.mktemp("output"), cwd=ROOT, env=environment).wait(1500)
     assert done.status == 0, done.stderr
     return done.stdout
 
@@ -66,7 +66,7 @@ def dpo_keys(folder, sft_output):
 def resumed_dpo(folder, dpo_keys, joined, tmp_path_factory):
     """Metrics of a DPO run of two workers in a cluster that runs already; after two of four steps one goes on."""
     words, environment = arguments(folder, "dpo", *dpo_keys, "dpo.max_num_steps=2"), {**os.environ, **joined()}
-    done = Script(words, tmp_path_factory.mktemp("output"), cwd=ROOT, env=environment).wait(500)
+    done = Script(words, tmp_path_factory.mktemp("output"), cwd=ROOT, env=environment).wait(1500)
     assert done.status == 0, done.stderr
     return dpo(folder, "dpo", *dpo_keys)
 

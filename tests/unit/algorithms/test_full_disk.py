@@ -41,7 +41,7 @@ def test_a_save_without_room_is_one_line_and_status_2_and_the_one_before_it_is_w
         pytest.skip("this machine lets no process mount a file system of its own")
     argv = [SUPPORT / "full_disk.py", model, folder, background, limit, left]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(SUPPORT)])}
-    done = Script(argv, tmp_path, cwd=ROOT, env=environment).wait(400)
+    done = Script(argv, tmp_path, cwd=ROOT, env=environment).wait(1500)
 
     assert done.status == 2, done.stderr
     line = done.stderr.splitlines()[-1]

@@ -21,7 +21,7 @@ def test_a_run_killed_again_and_again_at_random_goes_on_each_time_from_its_last_
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(SUPPORT)]), "OMP_NUM_THREADS": "1"}
     (output := tmp_path / "output").mkdir()
     command = [SUPPORT / "killed_saves.py", tmp_path, str(NUM_KILLS)]
-    done = Script(command, output, cwd=ROOT, env=environment).wait(500)
+    done = Script(command, output, cwd=ROOT, env=environment).wait(1500)
     assert done.status == 0, done.stderr[-3000:]
 
     lives = json.loads((tmp_path / "killed.json").read_text())

@@ -87,12 +87,12 @@ def test_steps_ahead_are_drawn_while_the_trainer_is_elsewhere_and_no_more_of_the
 
     def draw(step: int, prompts: Sequence[int], engine: int) -> int:
         begun[step].set()
-        assert step == 1 or may_end.wait(300)
+        assert step == 1 or may_end.wait(1500)
         return step
 
     collector = RolloutCollector(draw, LookaheadLoader(make_loader(8)), max_age=2, first_step=1, last_step=4)
     collector.begin_due(0, 0)
-    assert all(event.wait(300) for event in begun[1:4])
+    assert all(event.wait(1500) for event in begun[1:4])
     assert collector.take(1).drawn == 1
     assert not begun[4].wait(0.05)
     may_end.set()
@@ -123,7 +123,7 @@ def test_a_collector_that_is_closed_begins_nothing_more_and_does_not_wait() -> N
 
     def draw(step: int, prompts: Sequence[int], engine: int) -> None:
         begun.append(step)
-        assert may_end.wait(300)
+        assert may_end.wait(1500)
 
     collector = RolloutCollector(draw, LookaheadLoader(make_loader(8)), max_age=0, first_step=1, last_step=4)
     collector.begin_due(0, 0)

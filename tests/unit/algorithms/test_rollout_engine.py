@@ -32,7 +32,7 @@ class Engine:
         self.is_free = threading.Event()
 
     def finish_generation(self, discard_weights: bool) -> None:
-        assert self.is_free.wait(300)
+        assert self.is_free.wait(1500)
         if self._error is not None:
             raise self._error
         self._events.append(f"engine, weights {'dropped' if discard_weights else 'kept'}")

@@ -76,7 +76,7 @@ def test_two_policy_workers_refit_two_engines_with_what_they_have_learnt(
     policy.shutdown()
 
 
-@pytest.mark.timeout(300)  # gloo would wait for half an hour
+@pytest.mark.timeout(1500)  # gloo would wait for half an hour
 def test_a_loss_that_raises_on_the_last_pipeline_stage_ends_the_stages_that_wait_for_it(
     cluster: VirtualCluster, tmp_path: Path
 ) -> None:

@@ -96,7 +96,7 @@ def start_driver(tmp_path: Path, *arguments: str) -> tuple[Script, list[psutil.P
 
 
 def check_all_end(processes: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=300)
+    _, alive = psutil.wait_procs(processes, timeout=1500)
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
 
 
@@ -107,7 +107,7 @@ def test_a_stopped_driver_leaves_no_process(tmp_path: Path, stop: signal.Signals
     # Ray's other ports, which ask for the token, listen on "::".
     assert "0.0.0.0" not in {each.laddr.ip for process in processes for each in process.net_connections()}
     os.kill(driver.pid, stop)
-    done = driver.wait(300)
+    done = driver.wait(1500)
     assert done.status == {signal.SIGINT: -2, signal.SIGHUP: 129}[stop]
     if stop == signal.SIGINT:
         assert done.stderr.strip().endswith("KeyboardInterrupt")
@@ -119,7 +119,7 @@ def test_a_daemon_that_dies_ends_the_run_with_one_line(tmp_path: Path, daemon: s
     driver, processes = start_driver(tmp_path, "main")
     (victim,) = [process for process in processes if process.name() == daemon]
     victim.kill()
-    done = driver.wait(300)
+    done = driver.wait(1500)
     assert done.stderr.splitlines()[-1].startswith(f"error: Ray's {daemon} (process {victim.pid}) has ended")
     assert done.status == 2
     check_all_end(processes)

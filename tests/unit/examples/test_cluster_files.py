@@ -69,12 +69,12 @@ def run_script(environment, *arguments):
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=400)
+        output, _ = process.communicate(timeout=1500)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         raise
     left = [p for p in psutil.process_iter() if process.pid in _session_of(p)]
-    psutil.wait_procs(left, timeout=300)
+    psutil.wait_procs(left, timeout=1500)
     assert not [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     return process.returncode, output
 

@@ -63,7 +63,7 @@ def test_vllm_starts_for_the_longest_rows_that_rules_allow_and_for_none_longer(t
         cwd=tmp_path,
         env={**os.environ, **vllm_env("cpu")},
     )
-    ended = script.wait(400)
+    ended = script.wait(1500)
     assert ended.status == 0, ended.stderr
     assert json.loads(verdicts.read_text()) == {
         "default": [1024, True, False],

@@ -294,7 +294,7 @@ def test_the_end_of_weights_and_biases_own_process_costs_a_warning(
         helpers = [child for child in psutil.Process().children(recursive=True) if "wandb" in child.name()]
         for helper in helpers:
             helper.kill()
-        psutil.wait_procs(helpers, timeout=300)
+        psutil.wait_procs(helpers, timeout=1500)
         for step in (1, 2, 3):
             logger.log(step, {"loss": 0.5})
             logger.log_samples(step, ["right '1+1=' -> '2'"])

@@ -162,7 +162,7 @@ def test_a_pipe_that_is_closed_at_its_other_end_leaves_the_run_and_its_status_al
     run.stdout.close()
     run.stdin.close()
     told = run.stderr.read().decode()
-    assert run.wait(300) == 0, told
+    assert run.wait(1500) == 0, told
     run.stderr.close()
     assert told.count("progress is no longer shown, and the run goes on") == 1
     assert told.endswith("both steps done\n")

@@ -29,7 +29,7 @@ type Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 def fetch(sink: PrometheusSink, path: str = "/metrics", token: str | None = None) -> str:
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     request = urllib.request.Request(f"http://127.0.0.1:{sink.port}{path}", headers=headers)
-    with urllib.request.urlopen(request, timeout=300) as answer:
+    with urllib.request.urlopen(request, timeout=1500) as answer:
         return answer.read().decode()
 
 

@@ -119,7 +119,7 @@ def process(target: Callable[[Connection], None]) -> Iterator[tuple[Connection, 
     there.close()
     yield here, child
     child.kill()
-    child.join(300)
+    child.join(1500)
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +155,7 @@ def test_the_senders_memory_is_free_after_its_receiver_was_killed_with_a_buffer_
         receiver.send(sender.recv())
         assert receiver.recv() > 0
         engine.kill()
-        engine.join(300)
+        engine.join(1500)
         sender.send("killed")
         assert sender.recv() == 0
 

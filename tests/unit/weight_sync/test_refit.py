@@ -99,9 +99,9 @@ class Engine:
         if bucket.index == self._fail_at:
             raise ConnectionError("engine")
         if bucket.is_last:
-            assert self._policy.released_at_the_end.wait(300), "memory was not released during the last load"
+            assert self._policy.released_at_the_end.wait(1500), "memory was not released during the last load"
         else:
-            assert self._policy.filled[bucket.index + 1].wait(300), "the next bucket was not filled during the load"
+            assert self._policy.filled[bucket.index + 1].wait(1500), "the next bucket was not filled during the load"
         self.loaded |= {name: tensor.clone() for name, tensor in self._receiver.tensors(bucket)}
 
     def finish_refit(self) -> None:
@@ -145,7 +145,7 @@ def test_the_bucket_after_next_is_requested_once_a_load_has_returned_and_before_
 
         def wait_for_requests(self, num: int) -> bool:
             while self.num_requested < num:
-                if not requested.acquire(timeout=300):
+                if not requested.acquire(timeout=1500):
                     return False
             return True
 
@@ -166,14 +166,14 @@ def test_the_policy_leaves_while_the_engine_wakes_and_the_parts_are_timed() -> N
 
     class LeavingPolicy(Policy):
         def offload_before_refit(self) -> None:
-            both.wait(300)
+            both.wait(1500)
 
         def offload_after_refit(self, wait_for_all: bool = True) -> None:
-            both.wait(300)
+            both.wait(1500)
 
     class WakingEngine(Engine):
         def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
-            both.wait(300)
+            both.wait(1500)
 
     policy = LeavingPolicy([])
     timer = PhaseTimer()
@@ -198,7 +198,7 @@ def test_the_first_buckets_are_filled_while_the_engine_maps_its_weights_and_its_
 
         def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
             if tags == ["weights"]:
-                assert all(filled.wait(300) for filled in self._policy.filled[:2]), "no bucket was filled beside it"
+                assert all(filled.wait(1500) for filled in self._policy.filled[:2]), "no bucket was filled beside it"
             super().prepare_for_generation(tags)
 
     events: list[str] = []
@@ -240,7 +240,7 @@ class WaitingEngine(Engine):
 
     def wait_for_room(self, tags: Sequence[str], extra_bytes: int = 0) -> bool:
         for _ in range(3):
-            assert self._policy.released.acquire(timeout=300), "no memory was released"
+            assert self._policy.released.acquire(timeout=1500), "no memory was released"
         return True
 
     def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
@@ -272,7 +272,7 @@ def test_an_engine_that_lacks_room_for_its_kv_cache_all_the_same_gets_the_rest(m
 
     class CrowdedEngine(Engine):
         def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
-            assert tags == ["weights"] or released.wait(300), "the rest was not released"
+            assert tags == ["weights"] or released.wait(1500), "the rest was not released"
 
     policy = LastPolicy([])
     assert refit(policy, CrowdedEngine([], policy)).num_buckets == len(TENSORS)  # type: ignore[arg-type]
@@ -316,7 +316,7 @@ def test_a_failure_to_release_memory_beside_the_last_load_is_not_kept_for_after_
     class WaitingForThePolicy(Engine):
         def load_bucket(self, bucket: WeightBucket) -> None:
             super().load_bucket(bucket)
-            assert not bucket.is_last or told.wait(300), "the load had to end first"
+            assert not bucket.is_last or told.wait(1500), "the load had to end first"
 
     class KeepingPolicy(Policy):
         def release_memory(self, to_driver: bool = True) -> None:
@@ -339,7 +339,7 @@ def test_a_policy_that_died_explains_a_last_load_that_failed_before_its_death_wa
         def release_memory(self, to_driver: bool = True) -> None:
             super().release_memory(to_driver)
             if self._index == len(TENSORS):
-                assert load_failed.wait(300)
+                assert load_failed.wait(1500)
                 raise ZeroDivisionError("policy")
 
     class FailingEngine(Engine):

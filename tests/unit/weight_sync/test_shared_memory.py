@@ -26,7 +26,7 @@ def sending_process() -> Iterator[Connection]:
     child_pipe.close()
     yield pipe
     child.kill()
-    child.join(300)
+    child.join(1500)
 
 
 @pytest.fixture(scope="module")
