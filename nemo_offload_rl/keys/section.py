@@ -203,6 +203,15 @@ def extend[T](target: type[T], base: Any, **more: Any) -> T:
     return target(**{**taken, **more})
 
 
+def replace_key(node: Any, path: str, value: Any) -> Any:
+    """Copy a section or a mapping with another value at a dotted key, unchecked; only the last part may be new."""
+    name, _, below = path.partition(".")
+    if isinstance(node, Mapping):
+        entries = cast("Mapping[str, Any]", node)
+        return {**entries, name: replace_key(entries[name], below, value) if below else value}
+    return dataclasses.replace(node, **{name: replace_key(getattr(node, name), below, value) if below else value})
+
+
 @cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)

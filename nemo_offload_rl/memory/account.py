@@ -6,13 +6,15 @@ building of a model: a run that does not fit by this account cannot work, and on
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import torch
+import yaml
 from huggingface_hub.errors import StrictDataclassError
 
 from nemo_offload_rl.backends.dtensor import torch_optim
@@ -30,6 +32,7 @@ from nemo_offload_rl.keys.master import (
 )
 from nemo_offload_rl.keys.megatron import MegatronConfig
 from nemo_offload_rl.keys.policy import PolicyConfig
+from nemo_offload_rl.keys.section import replace_key
 from nemo_offload_rl.keys.worker import PolicySettings, grpo_worker, supervised_worker
 from nemo_offload_rl.memory.host_plan import HostNeed, HostPlan, host_need
 from nemo_offload_rl.memory.limits import memory_total_bytes
@@ -125,6 +128,7 @@ class Account:
         machine: Machine of the workers.
         num_parameters: Parameters of the policy's model; None reads their number from its folder.
         without_weights: Models' folders may have a config.json alone.
+        sizes_of: Reads the sizes of a model, by its name, if another account has done that; None for `model_sizes`.
     """
 
     def __init__(
@@ -134,16 +138,25 @@ class Account:
         num_parameters: int | None = None,
         *,
         without_weights: bool = False,
+        sizes_of: Callable[[str], ModelSizes | None] | None = None,
     ) -> None:
         self.cfg = cfg
         self.machine = machine
-        self._sizes_of = partial(model_sizes, without_weights=without_weights)
+        self._sizes_of = sizes_of or cache(partial(model_sizes, without_weights=without_weights))
         sizes = self._sizes_of(cfg.policy.model_name)
         if num_parameters is None:
             num_parameters = None if sizes is None else sizes.num_parameters
         self.num_parameters = num_parameters
         is_of_the_files = sizes is not None and sizes.num_parameters == num_parameters
         self._num_in_experts = sizes.num_in_experts if sizes is not None and is_of_the_files else None
+
+    def with_keys(self, overrides: str) -> Account:
+        """Account of the same models on the same machine after `KEY=VALUE ...`, whose keys must be in the sections."""
+        cfg: Any = self.cfg
+        for override in overrides.split():
+            key, _, value = override.lstrip("+").partition("=")
+            cfg = replace_key(cfg, key, yaml.safe_load(value))
+        return Account(cfg, self.machine, self.num_parameters, sizes_of=self._sizes_of)
 
     @property
     def gpu_bytes(self) -> int | None:

@@ -5,6 +5,7 @@ Advice names a change of settings only if the plan, resolved again with it, fits
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -20,6 +21,7 @@ from nemo_offload_rl.protocols.backend import COMPUTE_DTYPES
 from nemo_offload_rl.residency import OPTIMIZER, OPTIMIZER_PART, PARAMS
 
 _GIB = 2**30
+_CACHE = "policy.generation.vllm_cfg.kv_cache_memory_gib"
 _ADAMW_ARGUMENTS = {"lr", "betas", "eps", "weight_decay", "fused"}  # of torch's AdamW and of ours
 
 
@@ -38,7 +40,13 @@ def claim_host_memory(need: HostNeed) -> int:
     return _granted(need, reserve_host_memory(need.parts(), host_limits()))
 
 
-def foresee_host_memory(need: HostNeed, num_workers: int, device_type: str, machine: Machine) -> None:
+type Judge = Callable[[str], bool]
+"""Tells of overrides, written `KEY=VALUE ...`, whether advice may name them."""
+
+
+def foresee_host_memory(
+    need: HostNeed, num_workers: int, device_type: str, machine: Machine, may_advise: Judge | None = None
+) -> None:
     """Check before anything starts that one machine has the host memory that all workers need.
 
     A budget replaces the limits of the present machine.
@@ -48,37 +56,40 @@ def foresee_host_memory(need: HostNeed, num_workers: int, device_type: str, mach
         num_workers: Number of workers.
         device_type: `cuda` or `cpu`.
         machine: Machine of the workers.
+        may_advise: See `Judge`; None if anything may be advised.
 
     Raises:
         ConfigError: The workers will not fit.
     """
     if need.settings.host_memory_budget_gib is not None:
-        _within_budget(need, need.settings.host_memory_budget_gib)
+        _within_budget(need, need.settings.host_memory_budget_gib, may_advise)
         if not machine.is_planned:
             return
     left = machine.host_limits(DRIVER_BYTES[device_type])
-    _granted(need, judge_host_memory([(left, need.parts())] * num_workers, 0))
+    _granted(need, judge_host_memory([(left, need.parts())] * num_workers, 0), may_advise)
 
 
-def _within_budget(need: HostNeed, budget_gib: float) -> int:
+def _within_budget(need: HostNeed, budget_gib: float, may_advise: Judge | None = None) -> int:
     state, budget_bytes = need.state_parts(), int(budget_gib * _GIB)
     if sum(state.values()) > budget_bytes:
         where = f"policy.host_memory_budget_gib leaves {budget_bytes / _GIB:.2f} GiB"
-        raise ConfigError(_host_refusal(need, state, where, budget_bytes))
+        raise ConfigError(_host_refusal(need, state, where, budget_bytes, may_advise))
     return budget_bytes - need.expected.activations
 
 
-def _granted(need: HostNeed, verdict: HostShare | HostShortage) -> int:
+def _granted(need: HostNeed, verdict: HostShare | HostShortage, may_advise: Judge | None = None) -> int:
     if isinstance(verdict, HostShortage):
         left = f"{verdict.limit.name} leaves {verdict.limit.left_bytes / _GIB:.2f} GiB"
         if verdict.num_ranks > 1:
             left += f" for {verdict.num_ranks} workers that need {verdict.needed_bytes / _GIB:.2f}"
-        raise ConfigError(_host_refusal(need, verdict.parts, left, verdict.worker_bytes))
+        raise ConfigError(_host_refusal(need, verdict.parts, left, verdict.worker_bytes, may_advise))
     return verdict.num_bytes - sum(need.parts().values()) + sum(need.resolve().arena.values())
 
 
-def _host_refusal(need: HostNeed, parts: Mapping[str, int], left: str, left_bytes: int) -> str:
-    fix = advice(need, sum(parts.values()), left_bytes)
+def _host_refusal(
+    need: HostNeed, parts: Mapping[str, int], left: str, left_bytes: int, may_advise: Judge | None
+) -> str:
+    fix = advice(need, sum(parts.values()), left_bytes, may_advise)
     return refusal("offloaded state of one worker", parts, "of host memory", left, fix, digits=2)
 
 
@@ -110,30 +121,41 @@ class Change:
     rank: int = 0
 
 
-def advice(need: HostNeed, needed_bytes: int, budget_bytes: int) -> str:
+def advice(need: HostNeed, needed_bytes: int, budget_bytes: int, may_advise: Judge | None = None) -> str:
     """Name the fewest changes with which the need fits, and of those the smallest; other advice if none suffice."""
-    room_gib = int((budget_bytes - needed_bytes + need.expected.activations) / _GIB * 100) / 100
+    room_gib = _in_hundredths(budget_bytes - needed_bytes + need.expected.activations)
     if need.expected.activations and room_gib > 0:
         section = need.settings.backend.section
         return f"lower policy.{section}.activation_offload_host_limit_gib to {room_gib}, or raise the limit"
     # Everything but offloaded state, as counted on the rank that is short.
     other_bytes = needed_bytes - sum(need.state_parts().values())
-    best: tuple[int, int, int, str] | None = None
+    found: list[tuple[int, int, int, str]] = []
     changes = _changes(need)
-    for chosen in (some for count in range(len(changes)) for some in combinations(changes, count + 1)):
+    for chosen in (some for count in range(len(changes) + 1) for some in combinations(changes, count)):
         changed = need
         for change in chosen:
             changed = change.apply(changed)
         rest = sum(changed.state_parts().values()) + other_bytes
-        rank = max(change.rank for change in chosen)
-        found = (-len(chosen), -rank, rest, " ".join(change.override for change in chosen))
-        if rest <= budget_bytes and (best is None or found[:3] > best[:3]):
-            best = found
-    if best is None and need.settings.backend.streams_parameters:  # supports one worker only
+        overrides = [change.override for change in chosen]
+        if rest > budget_bytes and other_bytes and (cache_bytes := need.cache_bytes):
+            cache_gib = _in_hundredths(budget_bytes - rest + cache_bytes)
+            if cache_gib > 0:
+                rest += int(cache_gib * _GIB) - cache_bytes
+                overrides.append(f"{_CACHE}={cache_gib}")
+        if overrides and rest <= budget_bytes:
+            rank = max((change.rank for change in chosen), default=0)
+            found.append((len(overrides), rank, -rest, " ".join(overrides)))
+    for _, _, rest, text in sorted(found, key=lambda each: each[:3]):  # of equals, the first
+        if may_advise is None or may_advise(text):
+            return f"use {text}, which needs {-rest / _GIB:.2f} GiB, or raise the limit"
+    if need.settings.backend.streams_parameters:  # supports one worker only
         return "no setting makes it fit: raise the limit, or share the state among several GPUs without cpu_offload"
-    if best is None:
-        return "no setting makes it fit: raise the limit, or use more hosts with fewer workers each"
-    return f"use {best[3]}, which needs {best[2] / _GIB:.2f} GiB, or raise the limit"
+    return "no setting makes it fit: raise the limit, or use more hosts with fewer workers each"
+
+
+def _in_hundredths(num_bytes: int) -> float:
+    """Convert to GiB, rounded down to hundredths."""
+    return math.floor(num_bytes / _GIB * 100) / 100
 
 
 def _changes(need: HostNeed) -> list[Change]:

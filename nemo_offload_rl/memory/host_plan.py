@@ -89,6 +89,12 @@ class HostNeed:
         activations = {ACTIVATIONS: self.expected.activations} if self.expected.activations else {}
         return {**self.resolve().arena, **activations}
 
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of `other` that are an engine's KV cache; 0 if the engine's memory is a GPU's."""
+        is_counted = ENGINE in self.other and DEVICE_STATE in self.other
+        return int((self.settings.engine_kv_cache_gib or 0.0) * _GIB) if is_counted else 0
+
     def expecting(self, **changes: object) -> HostNeed:
         """Return this need with other values in `expected`."""
         return replace(self, expected=replace(self.expected, **changes))

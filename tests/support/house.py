@@ -30,7 +30,7 @@ LIMITS = {
     "imports upward": 0,
     "circles of modules": 0,
     "modules": 296,
-    "lines": 52130,
+    "lines": 52185,
     "modules under 60 lines with one importer": 0,
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.master import RolloutMasterConfig, Rule
@@ -104,10 +105,19 @@ def host_memory_holds_the_state(account: Account) -> str | None:
         return None
     try:
         device_type = "cuda" if cluster.gpus_per_node else "cpu"
-        foresee_host_memory(account.need, cluster.workers_per_node, device_type, account.machine)
+        workers = cluster.workers_per_node
+        foresee_host_memory(
+            account.need, workers, device_type, account.machine, may_advise=partial(_leaves_room, account)
+        )
     except ConfigError as error:
         return str(error)
     return None
+
+
+def _leaves_room(account: Account, overrides: str) -> bool:
+    """Tell whether no phase lacks room on the GPU, or lacks more of it, because of overrides."""
+    room = {use.phase: min(0, use.left_bytes) for use in account.phases}
+    return all(use.left_bytes >= room.get(use.phase, 0) for use in account.with_keys(overrides).phases)
 
 
 def suspended_communicators_make_room_for_an_engine(account: Account) -> str | None:

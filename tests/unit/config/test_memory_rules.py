@@ -267,6 +267,12 @@ def test_a_host_that_cannot_hold_what_its_workers_offload_is_refused_before_anyt
         ConfigError, match=r"needs 33\.00 GiB .*process 3.00, engine 2.00.*leaves 22\.00 GiB; use .* needs 17\.00"
     ):
         load(one, parameters=2 * GIB, gpu_gib=80)
+    # Where the engine leaves the GPU no room for the optimizer, the advice is another, and works.
+    larger = [*one, "policy.generation.vllm_cfg.gpu_memory_utilization=0.8"]
+    with pytest.raises(ConfigError, match=r"use \+\+policy\.residency_overrides\.params=device loss_fn\.\S+=0, which"):
+        load(larger, parameters=2 * GIB, gpu_gib=80)
+    stays = ["++policy.residency_overrides.params=device", "loss_fn.reference_policy_kl_penalty=0"]
+    load([*larger, *stays], parameters=2 * GIB, gpu_gib=80)
     with pytest.raises(ConfigError, match=r"needs 37\.00 GiB .*reference 8\.00"):
         load([*one, *in_fp32], parameters=2 * GIB, gpu_gib=80)
     monkeypatch.setitem(globals(), "HOST_BYTES", host_bytes(17, 2))
@@ -288,6 +294,10 @@ def test_on_a_cpu_the_engine_s_weights_and_cache_are_counted_before_it_starts(lo
         ConfigError, match=r"process 0\.50, engine 6\.75, state in use 16\.00\), but MemAvailable leaves 19\.00"
     ):
         cpu(["policy.generation.vllm_cfg.kv_cache_memory_gib=2", "policy.model_name=a-folder"])
+    cache, small = "policy.generation.vllm_cfg.kv_cache_memory_gib", GIB // 4
+    with pytest.raises(ConfigError, match=rf"; use {cache}=8\.75, which needs 19\.00 GiB, or raise the limit"):
+        cpu([f"{cache}=20", "policy.model_name=a-folder"], parameters=small)
+    cpu([f"{cache}=8.75", "policy.model_name=a-folder"], parameters=small)
 
 
 def test_a_hub_s_model_whose_weights_are_in_the_cache_has_a_size(tmp_path, monkeypatch):
