@@ -29,8 +29,8 @@ SMALL_LINES = 60
 LIMITS = {
     "imports upward": 0,
     "circles of modules": 0,
-    "modules": 296,
-    "lines": 52185,
+    "modules": 299,
+    "lines": 52884,
     "modules under 60 lines with one importer": 0,
 }
 

@@ -1,0 +1,384 @@
+"""What passes of the DTensor backend need: the model's own layers run without data, and what FSDP and the head add.
+
+FSDP casts a layer's parameters when it gathers them, and keeps the root's (embedding, last norm, output layer) through
+a pass. A pass has several moments, one of which needs most: see `_training_need` and `_reading_need`.
+
+Not counted: keys and values that context-parallel ranks gather, uneven experts, and filters of the logprobs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from nemo_offload_rl.backends.dtensor.attention import TAKES_BOUNDS, choose_attention
+from nemo_offload_rl.backends.dtensor.experts import expert_modules
+from nemo_offload_rl.backends.dtensor.loading import build_causal_lm
+from nemo_offload_rl.backends.dtensor.lora import add_adapters
+from nemo_offload_rl.backends.dtensor.model import decoder_layers
+from nemo_offload_rl.backends.dtensor.parallel import cast_inputs
+from nemo_offload_rl.backends.dtensor.supported import COLUMNS, ROWS
+from nemo_offload_rl.backends.hf.export import load_config
+from nemo_offload_rl.keys.dtensor import DTensorLoraConfig
+from nemo_offload_rl.keys.worker import PolicySettings
+from nemo_offload_rl.memory.layer_trace import LayerCall, LayerMemory, live_bytes, trace_layer
+from nemo_offload_rl.protocols.backend import COMPUTE_DTYPES
+from nemo_offload_rl.residency import PassNeed
+
+logger = logging.getLogger(__name__)
+
+_FP32_BYTES = 4
+_ON_DEVICE = 4  # inputs of layers on the device if they are offloaded
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Shape of a micro-batch on one rank: rows of so many tokens, packed or padded."""
+
+    num_rows: int
+    num_tokens: int
+    is_packed: bool
+
+    @property
+    def total(self) -> int:
+        return self.num_rows * self.num_tokens
+
+
+@dataclass(frozen=True)
+class ModelMemory:
+    """A traced model, as one rank has it; bytes of activations are those of `num_tokens` tokens.
+
+    Attributes:
+        num_tokens: Tokens of the trace.
+        hidden_bytes: Hidden states.
+        outer_bytes: Kept outside of the layers: the last norm, masks, rotary angles.
+        layers: Memory of each layer.
+        layer_bytes: Parameters of the largest layer in the compute type.
+        layer_cast_bytes: The largest parameter of those.
+        root_bytes: Parameters outside of layers in the compute type.
+        root_cast_bytes: The largest parameter of those.
+        trained_root_bytes: The trained ones of them.
+        output_bytes: The output layer's weight if it is trained.
+        num_columns: Columns of the logits.
+    """
+
+    num_tokens: int
+    hidden_bytes: int
+    outer_bytes: int
+    layers: Sequence[LayerMemory]
+    layer_bytes: int
+    layer_cast_bytes: int
+    root_bytes: int
+    root_cast_bytes: int
+    trained_root_bytes: int
+    output_bytes: int
+    num_columns: int
+
+    def need(self, fixed_bytes: int, token_bytes: int) -> PassNeed:
+        """Make a need of fixed bytes and of those of all tokens of the trace."""
+        return PassNeed(fixed_bytes, token_bytes / self.num_tokens)
+
+
+def training_need(settings: PolicySettings, num_workers: int, grads_bytes: int) -> PassNeed | None:
+    """Return what a training pass needs in addition to parameters and gradients; None if that is unknown.
+
+    Args:
+        settings: The policy's settings.
+        num_workers: Number of policy workers.
+        grads_bytes: Gradients of one worker.
+    """
+    model = _traced(settings, _rows(settings, is_training=True), is_training=True)
+    if model is None:
+        return None
+    dtensor = settings.dtensor_cfg
+    num_shards = num_workers // dtensor.tensor_parallel_size
+    dp_size = num_shards // dtensor.context_parallel_size
+    most_tokens = _rows(settings, is_training=True).total * dtensor.context_parallel_size
+    step_tokens = settings.train_global_batch_size // dp_size * settings.max_total_sequence_length
+    return _training_need(model, settings, num_shards, grads_bytes, is_single=step_tokens <= most_tokens)
+
+
+def _training_need(
+    model: ModelMemory, settings: PolicySettings, num_shards: int, grads_bytes: int, *, is_single: bool
+) -> PassNeed:
+    """Combine the moments of a training pass.
+
+    1. The head's backward: everything is kept, and one chunk of logits is there with gradients of the output layer.
+    2. The last layer's backward.
+    3. The first layer's backward, when gradients of all other layers are there.
+    4. The end, when the root's gradients are cast and reduced, while both kinds are there.
+
+    In a step of a single micro-batch the first two come before all gradients.
+    """
+    dtensor, size = settings.dtensor_cfg, COMPUTE_DTYPES[settings.precision].itemsize
+    hidden, root, layer = model.hidden_bytes, model.root_bytes, model.layer_bytes
+    of_layer = max(it.kept_bytes + it.backward_bytes for it in model.layers)
+    if dtensor.activation_checkpointing:
+        num_inputs = _ON_DEVICE if dtensor.activation_offload else len(model.layers)
+        kept, at_last = num_inputs * hidden, of_layer
+    else:
+        kept, at_last = sum(it.kept_bytes for it in model.layers), model.layers[-1].backward_bytes
+    before = -grads_bytes if is_single else 0
+    has_chunks = settings.logprob_chunk_size is not None
+    logits = size * model.num_columns * (settings.logprob_chunk_size or model.num_tokens)
+    head = root + (2 if has_chunks else 1) * model.output_bytes
+    outer = model.outer_bytes + hidden
+    # Parameters of a layer and of the next one, and gradients; several ranks also gather and reduce in flat buffers.
+    around_layer = (3 if num_shards == 1 else 6) * layer if grads_bytes else 2 * layer
+    trained_fp32 = model.trained_root_bytes * _FP32_BYTES // size
+    at_end = root + trained_fp32 + (model.trained_root_bytes if is_single or num_shards > 1 else trained_fp32)
+    if not is_single and num_shards > 1:
+        at_end += trained_fp32 // num_shards
+    if settings.backend.streams_parameters:
+        # On the device are two parts with their gradients, of which state has the embedding's.
+        around_layer += 2 * 2 * layer * _FP32_BYTES // size - 2 * trained_fp32
+    chunk, whole = (logits, 0) if has_chunks else (0, logits)
+    return PassNeed(
+        at_end,
+        0.0,
+        other_moments=(
+            model.need(before + head + chunk, kept + outer + whole),
+            model.need(before + root + model.output_bytes + around_layer, kept + at_last),
+            model.need(root + model.output_bytes + around_layer - trained_fp32 // num_shards, of_layer + hidden),
+        ),
+    )
+
+
+def reading_need(settings: PolicySettings, num_workers: int) -> PassNeed | None:
+    """Return what a pass without gradients needs in addition to parameters; None if that is unknown."""
+    model = _traced(settings, _rows(settings, is_training=False), is_training=False)
+    return (
+        None
+        if model is None
+        else _reading_need(model, settings, num_workers // settings.dtensor_cfg.tensor_parallel_size)
+    )
+
+
+def _reading_need(model: ModelMemory, settings: PolicySettings, num_shards: int) -> PassNeed:
+    """Combine the moments of a pass without gradients: gathering the root and a layer, a layer, and the head."""
+    size, hidden = COMPUTE_DTYPES[settings.precision].itemsize, model.hidden_bytes
+    root, layer = model.root_bytes, model.layer_bytes
+    # One rank casts one parameter after the other; several gather into a flat buffer and copy out of it.
+    root_copy, layer_copy = model.root_cast_bytes, model.layer_cast_bytes
+    if num_shards > 1:
+        root_copy, layer_copy = root + root // num_shards, layer + layer // num_shards
+    forward = max(it.forward_bytes for it in model.layers)
+    logits = size * model.num_columns * (settings.logprob_chunk_size or model.num_tokens)
+    chunk, whole = (logits, 0) if settings.logprob_chunk_size is not None else (0, logits)
+    around_layer = layer if num_shards == 1 else 2 * layer
+    if settings.backend.streams_parameters:
+        around_layer += 2 * layer * _FP32_BYTES // size - root * _FP32_BYTES // size
+    return PassNeed(
+        root + root_copy,
+        0.0,
+        other_moments=(
+            model.need(root + layer + layer_copy, 3 * hidden),
+            model.need(root + around_layer, forward + hidden),
+            model.need(root + chunk, 2 * hidden + whole),
+        ),
+    )
+
+
+def _rows(settings: PolicySettings, *, is_training: bool) -> _Rows:
+    """Return the largest micro-batch of one rank, with an odd number of tokens, unlike any size of the model."""
+    dtensor, longest = settings.dtensor_cfg, settings.max_total_sequence_length
+    packing, by_length = settings.sequence_packing, settings.dynamic_batching
+    if packing.enabled:
+        budget = packing.train_mb_tokens if is_training else packing.logprob_mb_tokens
+        return _Rows(1, _odd_multiple(max(budget, longest), dtensor.tensor_parallel_size), is_packed=True)
+    num_rows = settings.train_micro_batch_size if is_training else settings.logprob_batch_size
+    if by_length.enabled:
+        budget = by_length.train_mb_tokens if is_training else by_length.logprob_mb_tokens
+        num_rows = max(1, budget // longest)
+    longest //= dtensor.context_parallel_size
+    return _Rows(num_rows, _odd_multiple(longest, dtensor.tensor_parallel_size), is_packed=False)
+
+
+def _odd_multiple(num_tokens: int, divisor: int) -> int:
+    return (num_tokens // divisor | 1) * divisor
+
+
+def _traced(settings: PolicySettings, rows: _Rows, *, is_training: bool) -> ModelMemory | None:
+    """Trace the model, once in a process; None if its code does not run without data."""
+    dtensor = settings.dtensor_cfg
+    model = _Model(
+        name=settings.model_name,
+        overrides=json.dumps(settings.hf_config_overrides, sort_keys=True, default=str),
+        dtype=COMPUTE_DTYPES[settings.precision],
+        tensor_size=dtensor.tensor_parallel_size,
+        expert_size=dtensor.expert_parallel_size,
+        splits_sequence=dtensor.sequence_parallel and dtensor.tensor_parallel_size > 1,
+        lora=dtensor.lora_cfg if dtensor.lora_cfg.enabled and is_training else None,
+        longest=settings.max_total_sequence_length,
+        is_packed=rows.is_packed,
+    )
+    try:
+        return _trace(model, rows, is_compiled=dtensor.torch_compile)
+    except Exception:  # a family's code may fail in any way on tensors without data; the need is unknown then
+        logger.debug("passes of %s cannot be traced", settings.model_name, exc_info=True)
+        return None
+
+
+@dataclass(frozen=True)
+class _Model:
+    """Everything that a rank's part of a model depends on."""
+
+    name: str
+    overrides: str
+    dtype: torch.dtype
+    tensor_size: int
+    expert_size: int
+    splits_sequence: bool
+    lora: DTensorLoraConfig | None
+    longest: int
+    is_packed: bool
+
+
+@lru_cache(maxsize=4)
+def _built(model: _Model) -> Any:
+    """Build a rank's part of a model without data, in the compute type."""
+    config = load_config(model.name, json.loads(model.overrides))
+    attention = choose_attention(
+        config, torch.device("cuda"), model.dtype, longest=model.longest, packs=model.is_packed
+    )
+    causal_lm = build_causal_lm(config, attention)
+    if model.lora is not None:
+        add_adapters(causal_lm, model.lora, 0)
+    causal_lm.to("meta")
+    for parameter in causal_lm.parameters():
+        parameter.data = parameter.data.to(model.dtype)
+    for experts in expert_modules(causal_lm):
+        for name, weight in list(experts.named_parameters(recurse=False)):
+            _replace(experts, name, (len(weight) // model.expert_size, *weight.shape[1:]))
+        experts.num_experts //= model.expert_size
+    _split(causal_lm, model.tensor_size)
+    return causal_lm
+
+
+@lru_cache(maxsize=32)
+def _trace(model: _Model, rows: _Rows, *, is_compiled: bool) -> ModelMemory:
+    causal_lm = _built(model)
+    layers = decoder_layers(causal_lm)
+    calls, outer_bytes = _layer_calls(causal_lm, layers, _model_inputs(causal_lm, rows, model.longest), model)
+    is_compiled = is_compiled and not expert_modules(causal_lm)
+    found: dict[str, LayerMemory] = {}
+    for call in calls:
+        if (kind := _kind(call)) not in found:
+            with _sequence_parts(call.layer, model.tensor_size if model.splits_sequence else 1):
+                found[kind] = trace_layer(call, is_compiled=is_compiled)
+    inside = {parameter for layer in layers for parameter in layer.parameters()}
+    embedding, head = causal_lm.get_input_embeddings().weight, causal_lm.get_output_embeddings().weight
+    root = {
+        parameter: parameter.nbytes // (model.tensor_size if parameter is embedding or parameter is head else 1)
+        for parameter in causal_lm.parameters()
+        if parameter not in inside
+    }
+    return ModelMemory(
+        num_tokens=rows.total,
+        hidden_bytes=calls[0].hidden.nbytes,
+        outer_bytes=outer_bytes,
+        layers=[found[_kind(call)] for call in calls],
+        layer_bytes=max(sum(it.nbytes for it in layer.parameters()) for layer in layers),
+        layer_cast_bytes=max(it.nbytes for layer in layers for it in layer.parameters()),
+        root_bytes=sum(root.values()),
+        root_cast_bytes=max(root.values()),
+        trained_root_bytes=sum(size for it, size in root.items() if it.requires_grad),
+        output_bytes=root[head] if head.requires_grad else 0,
+        num_columns=len(head) // model.tensor_size,
+    )
+
+
+def _model_inputs(causal_lm: Any, rows: _Rows, longest: int) -> dict[str, Any]:
+    shape = rows.num_rows, rows.num_tokens
+    inputs: dict[str, Any] = {"input_ids": torch.zeros(shape, dtype=torch.int64, device="meta"), "use_cache": False}
+    if rows.is_packed:
+        inputs["position_ids"] = torch.zeros(1, rows.num_tokens, dtype=torch.int64, device="meta")
+    if causal_lm.config._attn_implementation in TAKES_BOUNDS:
+        bounds = (
+            torch.zeros(2 + rows.num_tokens // longest, dtype=torch.int32, device="meta") if rows.is_packed else None
+        )
+        inputs |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+    return inputs
+
+
+def _layer_calls(
+    causal_lm: Any, layers: nn.ModuleList, inputs: Mapping[str, Any], model: _Model
+) -> tuple[list[LayerCall], int]:
+    """Run the model without its layers; return their calls, and the bytes that stay for the backward pass."""
+    calls: list[LayerCall] = []
+
+    def recorded(layer: nn.Module) -> Any:
+        def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            args, kwargs = cast_inputs((args, kwargs), model.dtype)
+            mine = hidden.shape[1] // (model.tensor_size if model.splits_sequence else 1)
+            calls.append(LayerCall(layer, hidden.detach()[:, :mine].clone(), args, kwargs))
+            return hidden
+
+        return forward
+
+    for layer in layers:
+        layer.forward = recorded(layer)
+    try:
+        outer_bytes = live_bytes(lambda: causal_lm.base_model(**inputs), causal_lm)
+    finally:
+        for layer in layers:
+            del layer.forward
+    return calls, outer_bytes - sum(call.hidden.nbytes for call in calls)
+
+
+@contextmanager
+def _sequence_parts(layer: nn.Module, num_parts: int) -> Iterator[None]:
+    """Let a layer get one part of each row: it is gathered for attention and MLP, and their output is divided."""
+
+    def gather(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (torch.cat([args[0]] * num_parts, dim=1), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": torch.cat([kwargs["hidden_states"]] * num_parts, dim=1)}
+
+    def divide(_module: nn.Module, _args: Any, result: Any) -> Any:
+        return tree_map(lambda it: it.chunk(num_parts, 1)[0].clone() if isinstance(it, Tensor) else it, result)
+
+    inner = [part for part in layer.children() if num_parts > 1 and next(part.children(), None) is not None]
+    hooks = [part.register_forward_pre_hook(gather, with_kwargs=True) for part in inner]
+    hooks += [part.register_forward_hook(divide) for part in inner]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _kind(call: LayerCall) -> str:
+    """Describe a call so that equal descriptions mean equal memory."""
+    of_layer = [(name, tuple(it.shape), it.requires_grad) for name, it in call.layer.named_parameters()]
+    others = [tuple(it.shape) if isinstance(it, Tensor) else it for it in tree_leaves((call.args, call.kwargs))]
+    windows = [getattr(part, "sliding_window", None) for part in call.layer.modules()]
+    return repr((type(call.layer), of_layer, others, windows))
+
+
+def _split(causal_lm: Any, tensor_size: int) -> None:
+    """Give linear layers the sizes that one tensor-parallel rank has, by the model's plan."""
+    plan = causal_lm.config.base_model_tp_plan or {}
+    for name, module in causal_lm.base_model.named_modules():
+        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+        if style in (COLUMNS, ROWS) and isinstance(module, nn.Linear):
+            rows, columns = module.weight.shape
+            is_by_rows = style == COLUMNS  # of the weight
+            _replace(module, "weight", (rows // tensor_size, columns) if is_by_rows else (rows, columns // tensor_size))
+            if module.bias is not None and is_by_rows:
+                _replace(module, "bias", (rows // tensor_size,))
+
+
+def _replace(module: nn.Module, name: str, shape: Sequence[int]) -> None:
+    old: Any = getattr(module, name)
+    module.register_parameter(name, nn.Parameter(old.detach().new_empty(tuple(shape)), requires_grad=old.requires_grad))

@@ -1,0 +1,37 @@
+"""What each kind of pass of a policy worker needs of a GPU, from its settings and its model's config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from nemo_offload_rl.backends.hf.model_folder import local_config
+from nemo_offload_rl.keys.worker import PolicySettings
+from nemo_offload_rl.memory import activations
+from nemo_offload_rl.residency import PassKind, PassNeed
+
+
+def pass_needs(
+    settings: PolicySettings, num_workers: int, grads_bytes: int, teacher: PolicySettings | None = None
+) -> Mapping[PassKind, PassNeed]:
+    """Return the need of each kind of pass that is known; none if the model's files are not here.
+
+    Args:
+        settings: The policy's settings.
+        num_workers: Number of policy workers.
+        grads_bytes: Gradients of one worker, which count as state.
+        teacher: The teacher's settings, in the form of a policy's; None without a teacher.
+    """
+    reading = _reading_need(settings, num_workers)
+    kinds = PassKind.LOGPROBS, PassKind.REFERENCE, PassKind.EVALUATION
+    found: dict[PassKind, PassNeed | None] = dict.fromkeys(kinds, reading)
+    if reading is not None:
+        found[PassKind.TRAINING] = activations.training_need(settings, num_workers, grads_bytes)
+    if teacher is not None:
+        found[PassKind.TEACHER] = _reading_need(teacher, num_workers)
+    return {kind: need for kind, need in found.items() if need is not None}
+
+
+def _reading_need(settings: PolicySettings, num_workers: int) -> PassNeed | None:
+    if local_config(settings.model_name, settings.hf_config_overrides) is None or not settings.dtensor_cfg.enabled:
+        return None
+    return activations.reading_need(settings, num_workers)
