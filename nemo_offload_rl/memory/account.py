@@ -34,6 +34,12 @@ from nemo_offload_rl.keys.megatron import MegatronConfig
 from nemo_offload_rl.keys.policy import PolicyConfig
 from nemo_offload_rl.keys.section import replace_key
 from nemo_offload_rl.keys.worker import PolicySettings, grpo_worker, supervised_worker
+from nemo_offload_rl.memory.gpus import (
+    DRIVER_REST_BYTES,
+    DTENSOR_REST_BYTES,
+    ENGINE_REST_BYTES,
+    MEGATRON_REST_BYTES,
+)
 from nemo_offload_rl.memory.host_plan import HostNeed, HostPlan, host_need
 from nemo_offload_rl.memory.limits import memory_total_bytes
 from nemo_offload_rl.memory.machine import Machine
@@ -57,14 +63,6 @@ from nemo_offload_rl.utils.flops import ModelSizes, count_sizes, read_model_size
 
 _GIB = 2**30
 _FP32_BYTES = 4
-# Memory that stays on a GPU when state leaves, on H100s and H200s (docs/measurements/large-models.md, parallelism.md).
-# Contexts, code and NCCL's buffers of a single policy worker took 0.8 GiB (DTensor) and 1.3 (Megatron), and of one of
-# two up to 1.9 and 2.9. A sleeping engine, with captured graphs, took 1.0 to 1.8, and 4.5 over two GPUs. The driver
-# took 0.7 to 0.8.
-DRIVER_REST_BYTES = _GIB
-DTENSOR_REST_BYTES = {"one": _GIB, "several": 2 * _GIB}
-MEGATRON_REST_BYTES = {"one": 3 * _GIB // 2, "several": 3 * _GIB}
-ENGINE_REST_BYTES = {"one": 3 * _GIB // 2, "several": 9 * _GIB // 2}
 
 # Groups that pass through the GPU part by part: the group that each is a part of, and the phases that use it.
 _WHOLE = {PARAMS_PART: PARAMS, GRADS_PART: GRADS, OPTIMIZER_PART: OPTIMIZER}
@@ -147,8 +145,8 @@ class Account:
         if num_parameters is None:
             num_parameters = None if sizes is None else sizes.num_parameters
         self.num_parameters = num_parameters
-        is_of_the_files = sizes is not None and sizes.num_parameters == num_parameters
-        self._num_in_experts = sizes.num_in_experts if sizes is not None and is_of_the_files else None
+        self.sizes = sizes if sizes is not None and sizes.num_parameters == num_parameters else None
+        self._num_in_experts = None if self.sizes is None else self.sizes.num_in_experts
 
     def with_keys(self, overrides: str) -> Account:
         """Account of the same models on the same machine after `KEY=VALUE ...`, whose keys must be in the sections."""
@@ -205,7 +203,7 @@ class Account:
         if teacher_bytes := self.teacher_bytes:
             sizes[TEACHER] = teacher_bytes
         on_megatron, activation_bytes = isinstance(backend, MegatronConfig), 0
-        shape = self._shape
+        shape = self.shape
         if not on_megatron and shape.num_layers is not None and shape.hidden_size is not None:
             activation_bytes = host_bytes_at_most(settings, shape.num_layers, shape.hidden_size)
         reference_bytes = groups[PARAMS] if self.keeps_reference and not has_adapters else 0
@@ -227,10 +225,16 @@ class Account:
         return isinstance(self.cfg, DpoMasterConfig) and not self.cfg.dpo.precompute_reference_logprobs
 
     @cached_property
+    def teacher_sizes(self) -> ModelSizes | None:
+        """Sizes of the teacher; None without a teacher or if they are unknown."""
+        cfg = self.cfg
+        return self._sizes_of(cfg.teacher.model_name) if isinstance(cfg, DistillationMasterConfig) else None
+
+    @cached_property
     def teacher_bytes(self) -> int | None:
         """Bytes of one worker's part of the teacher; None without a teacher or if its size is unknown."""
-        cfg = self.cfg
-        if not isinstance(cfg, DistillationMasterConfig) or (sizes := self._sizes_of(cfg.teacher.model_name)) is None:
+        cfg, sizes = self.cfg, self.teacher_sizes
+        if not isinstance(cfg, DistillationMasterConfig) or sizes is None:
             return None
         backend, num_ranks = cfg.policy.backend, cfg.cluster.world_size
         if isinstance(backend, MegatronConfig):
@@ -316,8 +320,14 @@ class Account:
         return state
 
     @cached_property
-    def _shape(self) -> ModelShape:
+    def shape(self) -> ModelShape:
+        """Sizes of the model's layers, as far as its config.json has them."""
         return ModelShape.of(local_model_config(self.cfg) or {})
+
+    @property
+    def ties_embeddings(self) -> bool:
+        """Tell whether the model's output layer is its embedding."""
+        return bool((local_model_config(self.cfg) or {}).get("tie_word_embeddings"))
 
     @cached_property
     def _largest_part(self) -> dict[str, int]:
@@ -327,7 +337,7 @@ class Account:
         unknown.
         """
         groups, count = self.groups, self.num_parameters
-        elements = (self._shape.vocab_size or 0) * (self._shape.hidden_size or 0)
+        elements = (self.shape.vocab_size or 0) * (self.shape.hidden_size or 0)
         if not count or self.cfg.policy.backend.streamed_share < 1:
             return dict.fromkeys((PARAMS, GRADS, OPTIMIZER), 0)
         whole = {**groups, OPTIMIZER: groups[OPTIMIZER] + groups[OPTIMIZER_PART]}

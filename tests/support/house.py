@@ -21,7 +21,7 @@ PACKAGE = ROOT / "nemo_offload_rl"
 ORDER = (
     *("errors", "models", "targets", "keys", "utils", "data", "environments", "residency", "optim", "protocols"),
     *("weight_sync", "generation", "backends", "memory", "experience", "report", "policy", "distributed"),
-    *("algorithms", "config", "migrate", "runs", "fit"),
+    *("algorithms", "config", "migrate", "runs", "plan"),
 )
 SMALL_LINES = 60
 
@@ -29,8 +29,8 @@ SMALL_LINES = 60
 LIMITS = {
     "imports upward": 0,
     "circles of modules": 0,
-    "modules": 299,
-    "lines": 52884,
+    "modules": 302,
+    "lines": 53695,
     "modules under 60 lines with one importer": 0,
 }
 

@@ -1,0 +1,301 @@
+"""Estimates the seconds of a step by stage from operations, bytes and the rates of the machine.
+
+The constants below were chosen by hand and by least squares for passes of single micro-batches
+(benchmarks/results/pass_memory.json) and for decoding in the runs of benchmarks/results/large_model_*.json.
+docs/measurements/plans.md compares the estimates with what runs took.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from nemo_offload_rl.keys.grpo import RolloutSectionConfig
+from nemo_offload_rl.keys.master import DistillationMasterConfig, DpoMasterConfig, RolloutMasterConfig
+from nemo_offload_rl.keys.megatron import MegatronConfig
+from nemo_offload_rl.memory.account import Account
+from nemo_offload_rl.memory.gpus import GpuRates
+from nemo_offload_rl.memory.transfers import Copies, Stage, copies_of_step, stages_of
+from nemo_offload_rl.residency import PARAMS_PART, Phase
+from nemo_offload_rl.utils.flops import ModelSizes
+
+# Operations that the host launches for a layer's forward pass; a backward pass has twice as many.
+_LAYER_LAUNCHES = 200
+# A layer of experts takes as many times more: router, sorting, exchange, grouped products.
+_EXPERT_LAYER_FACTOR = 3.5
+# Reads and writes of one position's logits in float32, in a forward pass.
+_LOGIT_PASSES = 8
+# Bytes that a micro-batch reads and writes for each parameter in addition to activations: casts, gradients.
+_DTENSOR_BYTES = {"forward": 8, "training": 28}
+_MEGATRON_BYTES = {"forward": 2, "training": 14}
+# A call of a worker with its exchange, batching and sums.
+_CALL_S = 0.05
+# Share of a backward pass that recomputing modules (`selective`) adds to a pass of 3 forward passes' worth.
+_SELECTIVE_SHARE = 0.15
+# One step of decoding: the engine's own, and for each of its sequences.
+_DECODE_S, _DECODE_SEQUENCE_S = 1.2e-3, 8.5e-6
+# The two sums over tensor-parallel ranks of an engine's layer, for each token that is decoded.
+_DECODE_SUM_S = 15e-6
+# Share of decoding's products that the reading of weights and cache does not hide.
+_DECODE_FLOPS_SHARE = 0.2
+# Sums over tensor-parallel ranks in a layer's forward pass, as bytes of the residual stream; their speed over NVLink.
+_SUMS, _PEER_BYTES_PER_S = 4, 100e9
+# A refit without bytes, and bytes per second of one rank's weights: in place, and gathered from several ranks.
+_REFIT_S, _REFIT_BYTES_PER_S, _GATHER_BYTES_PER_S = 0.15, 130e9, 18e9
+# Streamed parts reach this share of the link's speed, and this share of those that find room comes before the update.
+_STREAM_SHARE = 0.85
+_EARLY_SHARE = 0.5
+# Copies whose memory on the host is not pinned run at this share of the link's speed.
+_PAGEABLE_SHARE = 1 / 3
+# Share of the copies of whole groups that a pass still waits for, since it needs its first layers at once.
+_FIRST_SHARE = 0.1
+# Share of the copies to the host, those of streamed states after their update included, that a refit waits for.
+_LEAVING_SHARE = 0.4
+_LOGIT_BYTES = 4
+_BF16_BYTES = 2
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """Seconds of one stage of a step.
+
+    Attributes:
+        work_s: Computing, or the engine's work.
+        exposed_s: Copies that nothing hides.
+    """
+
+    work_s: float
+    exposed_s: float
+
+    @property
+    def total_s(self) -> float:
+        """All seconds of the stage."""
+        return self.work_s + self.exposed_s
+
+
+@dataclass(frozen=True)
+class Work:
+    """Sequences of a step.
+
+    Attributes:
+        num_sequences: Rows that pass through the model, over all workers.
+        length: Tokens of each.
+        num_sampled: Tokens of each that the engine samples; 0 without an engine.
+        num_updates: Optimizer steps.
+    """
+
+    num_sequences: int
+    length: int
+    num_sampled: int
+    num_updates: int
+
+
+def work_of(account: Account, length: int | None = None) -> Work:
+    """Count the sequences of a step.
+
+    Args:
+        account: The run.
+        length: Mean tokens of a sequence; None for the longest that the configuration allows.
+    """
+    cfg = account.cfg
+    longest = cfg.policy.max_total_sequence_length
+    length = longest if length is None else min(length, longest)
+    batch = cfg.policy.train_global_batch_size
+    _, section = cfg.algorithm
+    if isinstance(cfg, RolloutMasterConfig) and isinstance(section, RolloutSectionConfig):
+        most = cfg.policy.generation.max_new_tokens or longest
+        # Prompts keep their length, so shorter sequences have shorter responses.
+        sampled = max(1, min(most, longest - 1) - (longest - length))
+        count = section.num_prompts_per_step * section.num_generations_per_prompt
+        return Work(count, length, sampled, max(1, count // batch))
+    rows = 2 if isinstance(cfg, DpoMasterConfig) else 1
+    return Work(rows * batch, length, 0, 1)
+
+
+def step_seconds(account: Account, rates: GpuRates, work: Work) -> Mapping[Stage, StageSeconds] | None:
+    """Estimate the seconds of each stage of a step after the first; None if the model's layers are unknown."""
+    if account.sizes is None or not account.shape.hidden_size:
+        return None
+    return _Step(account, account.sizes, rates, work).seconds()
+
+
+class _Step:
+    def __init__(self, account: Account, sizes: ModelSizes, rates: GpuRates, work: Work) -> None:
+        self._account, self._cfg, self._sizes, self._rates, self._work = account, account.cfg, sizes, rates, work
+        self._backend = account.cfg.policy.backend
+        self._on_megatron = isinstance(self._backend, MegatronConfig)
+        self._ranks_per_copy = self._backend.model_parallel.ranks_per_copy
+        self._copies = copies_of_step(account)
+        is_pinned = account.cfg.policy.use_pinned_optimizer_offload
+        self._link_share = 1.0 if is_pinned else _PAGEABLE_SHARE
+
+    def seconds(self) -> Mapping[Stage, StageSeconds]:
+        work = {stage: self._work_s(stage) for stage in stages_of(self._account)}
+        return {stage: StageSeconds(work_s, self._exposed_s(stage, work)) for stage, work_s in work.items()}
+
+    def _work_s(self, stage: Stage) -> float:
+        policy = self._cfg.policy
+        if stage is Stage.GENERATION:
+            return self._generation_s()
+        if stage is Stage.REFIT:
+            return self._refit_s()
+        if stage is Stage.UPDATE:
+            return self._work.num_updates * self._update_s()
+        if stage is Stage.TRAINING:
+            budget = self._budget(policy.train_micro_batch_size, is_training=True)
+            return self._work.num_updates * _CALL_S + self._passes_s(budget, is_training=True)
+        sizes, rows = self._sizes, policy.logprob_batch_size
+        if stage is Stage.TEACHER and isinstance(self._cfg, DistillationMasterConfig):
+            sizes = self._account.teacher_sizes or sizes
+            rows = self._cfg.teacher.logprob_batch_size
+        return _CALL_S + self._passes_s(self._budget(rows, is_training=False), is_training=False, sizes=sizes)
+
+    # -- passes ----------------------------------------------------------------------------------------------------
+
+    def _budget(self, rows: int, *, is_training: bool) -> int:
+        """Tokens of a micro-batch."""
+        policy = self._cfg.policy
+        for batching in (policy.sequence_packing, policy.dynamic_batching):
+            if batching.enabled:
+                return batching.train_mb_tokens if is_training else batching.logprob_mb_tokens
+        if isinstance(self._cfg, DpoMasterConfig):
+            rows *= 2
+        return rows * self._work.length
+
+    def _passes_s(self, budget: int, *, is_training: bool, sizes: ModelSizes | None = None) -> float:
+        sizes, rates, length = sizes or self._sizes, self._rates, self._work.length
+        copies = max(1, self._cfg.cluster.world_size // self._ranks_per_copy)
+        num_rows = math.ceil(self._work.num_sequences / copies)
+        rows_at_once = max(1, min(num_rows, budget // length))
+        num_micro_batches = math.ceil(num_rows / rows_at_once)
+        tokens = rows_at_once * length
+        # The head and its logits are not recomputed.
+        head_flops = 2.0 * (self._account.shape.vocab_size or 0) * (self._account.shape.hidden_size or 0) * tokens
+        layer_flops = max(0.0, sizes.forward_flops([length] * rows_at_once) - self._num_embeddings * head_flops)
+        logit_bytes = _LOGIT_PASSES * _LOGIT_BYTES * tokens * (self._account.shape.vocab_size or 0)
+        head_s = head_flops / rates.matrix_flops + logit_bytes / rates.memory_bytes_per_s
+        layers_s = layer_flops / rates.matrix_flops
+        factor = self._training_factor if is_training else 1.0
+        compute_s = (factor * layers_s + (3 if is_training else 1) * head_s) / self._ranks_per_copy
+        bytes_each = (_MEGATRON_BYTES if self._on_megatron else _DTENSOR_BYTES)[
+            "training" if is_training else "forward"
+        ]
+        held = sizes.num_parameters / (self._ranks_per_copy * self._expert_ranks)
+        moved_s = bytes_each * held / rates.memory_bytes_per_s
+        layers = sizes.num_layers / self._backend.model_parallel.pipeline
+        launch_s = factor * layers * _LAYER_LAUNCHES * rates.launch_s
+        if self._account.shape.num_experts:
+            launch_s *= _EXPERT_LAYER_FACTOR
+        sums_s = 0.0
+        if (tensor := self._backend.model_parallel.tensor) > 1:
+            stream_bytes = _BF16_BYTES * tokens * (self._account.shape.hidden_size or 0) * (tensor - 1) / tensor
+            sums_s = factor * layers * _SUMS * stream_bytes / _PEER_BYTES_PER_S
+        return num_micro_batches * max(compute_s + moved_s + sums_s, launch_s)
+
+    @property
+    def _num_embeddings(self) -> int:
+        """Matrices of the vocabulary's size that `ModelSizes` counts: the head, and the embedding if they differ."""
+        return 1 if self._account.ties_embeddings else 2
+
+    @property
+    def _expert_ranks(self) -> int:
+        backend = self._backend
+        return backend.expert_model_parallel_size if isinstance(backend, MegatronConfig) else 1
+
+    @property
+    def _training_factor(self) -> float:
+        """Forward passes that forward and backward of the layers are worth."""
+        backend = self._backend
+        if not backend.activation_checkpointing:
+            return 3.0
+        if isinstance(backend, MegatronConfig) and backend.recompute_granularity == "selective":
+            return 3.0 + _SELECTIVE_SHARE
+        return 4.0
+
+    def _update_s(self) -> float:
+        """Read gradients, read and write parameters and states."""
+        groups = self._account.groups
+        # Whole groups are those of the plan; adapters' are small.
+        num_bytes = sum(size for name, size in groups.items() if name != "params") * 2 + groups["params"] * 2
+        trained = 1 if groups["grads"] else 0
+        return _CALL_S + trained * num_bytes / self._rates.memory_bytes_per_s
+
+    # -- the engine ------------------------------------------------------------------------------------------------
+
+    def _generation_s(self) -> float:
+        cfg = self._cfg
+        if not isinstance(cfg, RolloutMasterConfig):
+            return 0.0
+        vllm, rates, sizes, shape = cfg.policy.generation.vllm_cfg, self._rates, self._sizes, self._account.shape
+        tensor = vllm.tensor_parallel_size
+        engines = max(1, self._num_engine_gpus(cfg) // tensor)
+        waiting = math.ceil(self._work.num_sequences / engines)
+        cache_each = self._cache_bytes_per_token(vllm_bytes=_BF16_BYTES) * self._work.length / tensor
+        most = int(cfg.policy.generation.vllm_kwargs.get("max_num_seqs") or waiting)
+        if room := self._cache_room(cfg):
+            most = min(most, max(1, int(room / cache_each))) if cache_each else most
+        at_once = max(1, min(waiting, most))
+        # Every expert is read once a few sequences choose theirs.
+        share = 1.0
+        if shape.num_experts:
+            share = 1 - (1 - shape.num_active_experts / shape.num_experts) ** at_once
+        weights = (sizes.num_parameters - sizes.num_in_experts + share * sizes.num_in_experts) * _BF16_BYTES / tensor
+        mean_cache = at_once * cache_each * (1 - self._work.num_sampled / self._work.length / 2)
+        flops = 2.0 * sizes.num_active * at_once / tensor
+        read_s = (weights + mean_cache) / rates.memory_bytes_per_s + _DECODE_FLOPS_SHARE * flops / rates.matrix_flops
+        sums_s = 2 * sizes.num_layers * _DECODE_SUM_S if tensor > 1 else 0.0
+        token_s = read_s + sums_s + _DECODE_S + at_once * _DECODE_SEQUENCE_S
+        prefill_tokens = waiting * (self._work.length - self._work.num_sampled)
+        prefill_s = sizes.forward_flops([prefill_tokens // max(1, waiting)] * waiting) / tensor / rates.matrix_flops
+        return prefill_s + waiting / at_once * self._work.num_sampled * token_s
+
+    def _num_engine_gpus(self, cfg: RolloutMasterConfig) -> int:
+        colocated = cfg.policy.generation.colocated
+        if colocated.enabled:
+            return cfg.cluster.world_size
+        return cfg.cluster.num_nodes * cfg.cluster.gpus_per_node - cfg.cluster.world_size
+
+    def _cache_bytes_per_token(self, vllm_bytes: int) -> float:
+        shape = self._account.shape
+        return 2.0 * (shape.num_layers or 0) * (shape.num_kv_heads or 0) * (shape.head_dim or 0) * vllm_bytes
+
+    def _cache_room(self, cfg: RolloutMasterConfig) -> float:
+        """Bytes of one GPU's part of the KV cache; 0 if it is unknown."""
+        use = next((use for use in self._account.phases if use.phase is Phase.GENERATION), None)
+        return max(0, use.engine_bytes - self._account.engine_weight_bytes) if use else 0
+
+    def _refit_s(self) -> float:
+        cfg = self._cfg
+        if not isinstance(cfg, RolloutMasterConfig):
+            return 0.0
+        weights = _BF16_BYTES * self._sizes.num_parameters / cfg.policy.generation.vllm_cfg.tensor_parallel_size
+        rate = _GATHER_BYTES_PER_S if cfg.cluster.world_size > 1 else _REFIT_BYTES_PER_S
+        return _REFIT_S + weights / rate
+
+    # -- copies ----------------------------------------------------------------------------------------------------
+
+    def _exposed_s(self, stage: Stage, work: Mapping[Stage, float]) -> float:
+        """Seconds of copies that no other work hides."""
+        copies, overlaps = self._copies[stage], self._cfg.policy.residency_overlap
+        in_s = copies.in_bytes / self._rates.in_bytes_per_s / self._link_share
+        out_s = copies.out_bytes / self._rates.out_bytes_per_s / self._link_share
+        if not overlaps:
+            return in_s + out_s
+        if stage is Stage.UPDATE and copies.streamed_bytes:
+            return self._streamed_update_s(copies, work[Stage.TRAINING])
+        if stage in (Stage.REFIT, Stage.GENERATION):
+            if stage is Stage.REFIT:
+                streamed = self._copies[Stage.UPDATE]
+                out_s += streamed.out_bytes / self._rates.out_bytes_per_s if streamed.streamed_bytes else 0.0
+            return in_s + _LEAVING_SHARE * out_s
+        return max(_FIRST_SHARE * in_s, in_s - work[stage]) + max(0.0, out_s - work[stage])
+
+    def _streamed_update_s(self, copies: Copies, training_s: float) -> float:
+        """Parts that found room came during the passes before; all go out during the passes that follow."""
+        use = next(use for use in self._account.phases if use.phase is Phase.TRAINING)
+        rate = _STREAM_SHARE * self._rates.in_bytes_per_s * self._link_share
+        early_bytes = 0.0
+        if PARAMS_PART not in self._account.plan.sizes:
+            early_bytes = _EARLY_SHARE * min(max(0, use.left_bytes), copies.in_bytes, training_s * rate)
+        return (copies.in_bytes - early_bytes) / rate

@@ -1,0 +1,134 @@
+"""Counts the bytes of a worker's state that cross the link to the host in each stage of a step, by its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from nemo_offload_rl.keys.grpo import needs_prev_logprobs
+from nemo_offload_rl.keys.master import DistillationMasterConfig, GrpoMasterConfig, RolloutMasterConfig
+from nemo_offload_rl.memory.account import Account
+from nemo_offload_rl.residency import (
+    GRADS_PART,
+    OPTIMIZER,
+    OPTIMIZER_PART,
+    PARAMS,
+    PARAMS_PART,
+    REFERENCE,
+    TEACHER_HEAD,
+    TEACHER_LAYER,
+    Phase,
+    Placement,
+)
+
+
+class Stage(StrEnum):
+    """Part of a step, in the order of a step; the reference's pass is inside the phase of logprobs."""
+
+    REFIT = "refit"
+    GENERATION = "generation"
+    LOGPROBS = "logprobs"
+    REFERENCE = "reference"
+    TEACHER = "teacher"
+    TRAINING = "training"
+    UPDATE = "update"
+
+    @property
+    def phase(self) -> Phase:
+        """Phase of the worker in this stage."""
+        return _PHASES[self]
+
+
+_PHASES = {
+    Stage.REFIT: Phase.REFIT,
+    Stage.GENERATION: Phase.GENERATION,
+    Stage.LOGPROBS: Phase.LP_INFERENCE,
+    Stage.REFERENCE: Phase.LP_INFERENCE,
+    Stage.TEACHER: Phase.TEACHER_INFERENCE,
+    Stage.TRAINING: Phase.TRAINING,
+    Stage.UPDATE: Phase.OPTIM_STEP,
+}
+# Groups that the update writes, whose copies on the host are old afterwards.
+_UPDATED = frozenset({PARAMS, OPTIMIZER})
+# Groups that come and go inside stages; they are counted one by one.
+_IN_PARTS = frozenset({PARAMS_PART, GRADS_PART, OPTIMIZER_PART, REFERENCE, TEACHER_LAYER, TEACHER_HEAD})
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Bytes of one worker that cross the link in one stage.
+
+    Attributes:
+        in_bytes: From the host to the GPU.
+        out_bytes: From the GPU to the host; a valid copy on the host is not made again.
+        streamed_bytes: The part of both that comes and goes inside the stage, piece by piece.
+    """
+
+    in_bytes: int = 0
+    out_bytes: int = 0
+    streamed_bytes: int = 0
+
+    def __add__(self, other: Copies) -> Copies:
+        return Copies(
+            self.in_bytes + other.in_bytes,
+            self.out_bytes + other.out_bytes,
+            self.streamed_bytes + other.streamed_bytes,
+        )
+
+
+def stages_of(account: Account) -> tuple[Stage, ...]:
+    """List the stages of a step of the run, in order."""
+    cfg = account.cfg
+    stages = {Stage.TRAINING, Stage.UPDATE}
+    if isinstance(cfg, RolloutMasterConfig):
+        stages |= {Stage.REFIT, Stage.GENERATION}
+    if isinstance(cfg, GrpoMasterConfig) and needs_prev_logprobs(cfg.grpo, cfg.loss_fn):
+        stages.add(Stage.LOGPROBS)
+    if isinstance(cfg, DistillationMasterConfig):
+        stages.add(Stage.TEACHER)
+    if account.keeps_reference:
+        stages.add(Stage.REFERENCE)
+    return tuple(stage for stage in Stage if stage in stages)
+
+
+def copies_of_step(account: Account) -> Mapping[Stage, Copies]:
+    """Count what crosses the link in each stage of a step after the first, without activations."""
+    stages, plan, sizes = stages_of(account), account.plan.plan, account.plan.sizes
+    copies = dict.fromkeys(stages, Copies())
+    for row, size in sizes.items():
+        if row in _IN_PARTS:
+            continue
+        is_here, has_valid_copy = True, False
+        for number, stage in enumerate((*stages, *stages)):  # the second round begins where the first one ended
+            place = plan.placement(row, stage.phase)
+            moved = Copies()
+            if place is Placement.DEVICE and not is_here:
+                moved = Copies(in_bytes=size)
+                is_here = True
+            elif place is Placement.HOST and is_here:
+                moved = Copies(out_bytes=0 if has_valid_copy else size)
+                is_here, has_valid_copy = False, True
+            if stage is Stage.UPDATE and row in _UPDATED:
+                has_valid_copy = False
+            if number >= len(stages):
+                copies[stage] += moved
+    for stage in stages:
+        copies[stage] += _copies_inside(stage, sizes)
+    return copies
+
+
+def _copies_inside(stage: Stage, sizes: Mapping[str, int]) -> Copies:
+    """Bytes of groups that come and go inside a stage. A pass brings each part once, a backward pass again."""
+    params, grads, optimizer = (sizes.get(row, 0) for row in (PARAMS_PART, GRADS_PART, OPTIMIZER_PART))
+    if stage in (Stage.REFIT, Stage.LOGPROBS):
+        moved = params, 0
+    elif stage is Stage.REFERENCE:
+        moved = sizes.get(REFERENCE, 0), 0
+    elif stage is Stage.TRAINING:
+        moved = 2 * params, grads
+    elif stage is Stage.UPDATE:
+        moved = params + grads + optimizer, params + optimizer
+    else:
+        moved = 0, 0
+    return Copies(*moved, streamed_bytes=sum(moved))

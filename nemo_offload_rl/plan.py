@@ -1,0 +1,374 @@
+"""Plans a run before it starts, on any machine: `python -m nemo_offload_rl.plan --help`.
+
+The plan and the checks are those of a real start, for GPUs and main memory of given sizes. It needs neither a GPU nor
+Ray nor the model's weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.utils.cli import ending_process
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from nemo_offload_rl.config.rules.base import RuleSet
+    from nemo_offload_rl.memory.account import Account, PhaseUse
+    from nemo_offload_rl.memory.gpus import Gpu
+    from nemo_offload_rl.memory.seconds import StageSeconds, Work
+    from nemo_offload_rl.memory.transfers import Copies, Stage
+
+_GIB = 2**30
+_FEWEST_PARAMETERS = 10_000  # smaller models are not worth a plan
+_NO_LIMIT_BYTES = 1 << 60  # main memory that nobody named
+
+
+@dataclass(frozen=True)
+class Target:
+    """The machine of a plan.
+
+    Attributes:
+        gpu: Type of its GPUs.
+        host_bytes: Main memory that a run may take; None if it is not known, so that it is not compared.
+        num_parameters: Parameters of the policy's model; None reads the folder `policy.model_name`.
+        length: Mean tokens of a sequence, for seconds; None for the longest that the configuration allows.
+    """
+
+    gpu: Gpu
+    host_bytes: int | None = None
+    num_parameters: int | None = None
+    length: int | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run takes of a machine, and how long its steps take.
+
+    Attributes:
+        account: Account of the run on the machine.
+        target: The machine.
+        phases: Use of one GPU in each phase.
+        owners: Main memory by owner, in bytes, of all processes of a host.
+        copies: Bytes of one GPU that cross the link to the host in each stage of a step.
+        work: Sequences of a step.
+        seconds: Seconds of each stage of a step; None if rates of the GPU or layers of the model are unknown.
+        streamed: Rows of the plan whose groups are on the GPU part by part only.
+        omits_teacher: A teacher's size is unknown.
+        host_line: Host memory, as text.
+        problems: Reasons why the run does not fit, with changes to make; empty if it fits.
+    """
+
+    account: Account
+    target: Target
+    phases: tuple[PhaseUse, ...]
+    owners: dict[str, int]
+    copies: Mapping[Stage, Copies]
+    work: Work
+    seconds: Mapping[Stage, StageSeconds] | None
+    streamed: tuple[str, ...]
+    omits_teacher: bool
+    host_line: str
+    problems: tuple[str, ...]
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of a step after the first; None if they are unknown."""
+        return None if self.seconds is None else sum(stage.total_s for stage in self.seconds.values())
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes of a GPU that are in use in a phase."""
+        return max((use.total_bytes for use in self.phases), default=0)
+
+    @property
+    def counts_passes(self) -> bool:
+        """Tell whether the phases include what passes need."""
+        return all(hasattr(use, "pass_bytes") for use in self.phases)
+
+    def render(self) -> str:
+        """Render the plan, memory, copies, seconds and the verdict as text."""
+        plan = self.account.plan
+        assert self.account.num_parameters
+        lines = [
+            f"{self.account.num_parameters / 1e9:.2f} B parameters; residency plan of each policy worker:",
+            plan.plan.render(plan.sizes),
+            "",
+            *self._phase_lines(),
+            "",
+            *self._stage_lines(),
+            "",
+            f"{self.host_line}"
+            + (f", of {self.target.host_bytes / _GIB:.2f}" if self.target.host_bytes is not None else ""),
+        ]
+        if self.target.host_bytes is None:
+            lines.append("main memory is not compared: give --host-gib")
+        lines += [f"does not fit: {problem}" for problem in self.problems]
+        return "\n".join([*lines, *([] if self.problems else [self._verdict()])])
+
+    def _verdict(self) -> str:
+        fullest = max(self.phases, key=lambda use: use.total_bytes)
+        text = f"fits: {fullest.total_bytes / _GIB:.1f} of {fullest.gpu_bytes / _GIB:.1f} GiB in {fullest.phase.name}"
+        if self.counts_passes:
+            return text
+        return f"{text}, without activations, for which {self._least_left() / _GIB:.1f} GiB are left in training"
+
+    def _least_left(self) -> int:
+        from nemo_offload_rl.residency import Phase
+
+        return min(use.left_bytes for use in self.phases if use.phase in (Phase.TRAINING, Phase.OPTIM_STEP))
+
+    def gib_by_owner(self) -> dict[str, dict[str, float]]:
+        """GiB of a GPU at the peak of each phase, by owner; owners without bytes are left out."""
+        table: dict[str, dict[str, float]] = {}
+        for use in self.phases:
+            sizes = {**use.state, "passes": getattr(use, "pass_bytes", 0)}
+            sizes |= {"engine": use.engine_bytes, "contexts": use.other_bytes}
+            table[use.phase.name] = {name: size / _GIB for name, size in sizes.items()}
+        used = {name for sizes in table.values() for name, size in sizes.items() if size}
+        return {phase: {name: size for name, size in sizes.items() if name in used} for phase, sizes in table.items()}
+
+    def _phase_lines(self) -> list[str]:
+        table = self.gib_by_owner()
+        owners = list(next(iter(table.values())))
+        titles = ["GPU, GiB of " + format(self.target.gpu.memory_bytes / _GIB, ".1f"), *owners, "sum", "left", "early"]
+        rows = [titles]
+        for use in self.phases:
+            sizes = [*table[use.phase.name].values()]
+            sizes += [size / _GIB for size in (use.total_bytes, use.left_bytes, use.early_bytes)]
+            rows.append([use.phase.name, *(format(size, ".1f") for size in sizes)])
+        note = "left: " + ("free" if self.counts_passes else "for activations, which are not counted")
+        lines = [*_aligned(rows), f"{note}; early: state of the phase that follows, which comes where there is room"]
+        if self.omits_teacher:
+            lines.append("the teacher is not counted: teacher.model_name is no local folder with a model's config.json")
+        if self.streamed:
+            lines.append(
+                f"of {' and '.join(self.streamed)} the embedding's part counts, if the model's config.json is there; "
+                "others come where there is room"
+            )
+        return lines
+
+    def _stage_lines(self) -> list[str]:
+        rows = [["a step, of one GPU", "GB in", "GB out", *(["seconds", "exposed"] if self.seconds else [])]]
+        for stage, copies in self.copies.items():
+            cells = [format(size / 1e9, ".1f") for size in (copies.in_bytes, copies.out_bytes)]
+            if self.seconds is not None:
+                cells += [format(self.seconds[stage].total_s, ".1f"), format(self.seconds[stage].exposed_s, ".1f")]
+            rows.append([str(stage), *cells])
+        lines = _aligned(rows)
+        if self.step_s is None:
+            return [*lines, f"seconds are not known: {self._why_no_seconds()}"]
+        about = f"{self.work.num_sequences} sequences of {self.work.length} tokens"
+        lines.append(f"{self.step_s:.1f} s a step of {about}; --tokens gives another mean length")
+        return lines
+
+    def _why_no_seconds(self) -> str:
+        if self.target.gpu.rates is None:
+            return "they need rates of the GPU, which --gpu has for known ones and --calibrate measures"
+        return "policy.model_name is no local folder with a model's config.json"
+
+    def to_json(self) -> dict[str, Any]:
+        """Turn it into plain dictionaries: bytes in GiB, GB over the link, seconds."""
+        return {
+            "gpu": self.target.gpu.name,
+            "gpu_gib": self.target.gpu.memory_bytes / _GIB,
+            "num_parameters": self.account.num_parameters,
+            "fits": not self.problems,
+            "problems": list(self.problems),
+            "counts_passes": self.counts_passes,
+            "phases": {
+                use.phase.name: {
+                    "gib": self.gib_by_owner()[use.phase.name],
+                    "left_gib": use.left_bytes / _GIB,
+                    "early_gib": use.early_bytes / _GIB,
+                }
+                for use in self.phases
+            },
+            "host_gib": {owner: size / _GIB for owner, size in self.owners.items()},
+            "stages": {
+                str(stage): {
+                    "gb_in": copies.in_bytes / 1e9,
+                    "gb_out": copies.out_bytes / 1e9,
+                    **({} if self.seconds is None else _seconds_json(self.seconds[stage])),
+                }
+                for stage, copies in self.copies.items()
+            },
+            "step_s": self.step_s,
+            "sequences": self.work.num_sequences,
+            "tokens_of_a_sequence": self.work.length,
+        }
+
+
+def _seconds_json(seconds: StageSeconds) -> dict[str, float]:
+    return {"seconds": seconds.total_s, "exposed_s": seconds.exposed_s}
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table: the first column to the left, others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if number == 0 else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+
+
+def load_account(path: str | Path, overrides: Sequence[str], target: Target) -> tuple[Account, RuleSet[Any]]:
+    """Load a run, check what holds on any machine, and count its memory on the machine.
+
+    Args:
+        path: The configuration of a run that trains.
+        overrides: Hydra overrides.
+        target: The machine.
+
+    Returns:
+        The account, and the rules of such runs.
+
+    Raises:
+        ConfigError: The configuration is wrong on any machine, or the model's size is unknown.
+    """
+    from nemo_offload_rl.config.rules import broken
+    from nemo_offload_rl.config.validate import join_problems
+    from nemo_offload_rl.memory.account import Account
+    from nemo_offload_rl.memory.machine import Machine
+    from nemo_offload_rl.runs.loading import load_for_planning
+
+    cfg, rules = load_for_planning(path, overrides)
+    if not cfg.cluster.gpus_per_node:
+        raise ConfigError("cluster.gpus_per_node is 0, and the plan is for GPUs; set it to their number on a host")
+    machine = Machine(target.gpu.memory_bytes, target.host_bytes or _NO_LIMIT_BYTES)
+    account = Account(cfg, machine, target.num_parameters, without_weights=True)
+    if account.num_parameters is None:
+        raise ConfigError(
+            f"policy.model_name={cfg.policy.model_name} is no local folder with a model's config.json that "
+            "transformers knows; give --parameters"
+        )
+    if wrong := broken(rules.rules, cfg):
+        raise ConfigError(join_problems(wrong))
+    return account, rules
+
+
+def plan_run(path: str | Path, overrides: Sequence[str], target: Target) -> Plan:
+    """Plan a run on a machine; arguments and errors as in `load_account`."""
+    account, rules = load_account(path, overrides, target)
+    return plan_of(account, target, rules)
+
+
+def plan_of(account: Account, target: Target, rules: RuleSet[Any]) -> Plan:
+    """Plan the run of an account."""
+    from nemo_offload_rl.config.rules import broken
+    from nemo_offload_rl.memory.host_plan import host_bytes_by_owner, render_host_plan
+    from nemo_offload_rl.memory.seconds import step_seconds, work_of
+    from nemo_offload_rl.memory.transfers import copies_of_step
+
+    cfg, rates, work = account.cfg, target.gpu.rates, work_of(account, target.length)
+    sizes, workers = account.plan.sizes, cfg.cluster.workers_per_node
+    return Plan(
+        account=account,
+        target=target,
+        phases=account.phases,
+        owners=host_bytes_by_owner(account.need, "cuda", workers),
+        copies=copies_of_step(account),
+        work=work,
+        seconds=None if rates is None else step_seconds(account, rates, work),
+        streamed=tuple(sorted(row for row in account.rows_in_parts if sizes[row])),
+        omits_teacher=hasattr(cfg, "teacher") and account.teacher_bytes is None,
+        host_line=render_host_plan(account.need, "cuda", workers),
+        problems=tuple(broken(rules.memory, account)),
+    )
+
+
+def usable_host_bytes(host_gib: float) -> int:
+    """Bytes of a host of this size that a run may take: a Ray started by the run leaves some free."""
+    from nemo_offload_rl.memory.limits import share_in_use
+
+    return int(share_in_use(int(host_gib * _GIB)) * host_gib * _GIB)
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is no number") from None
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def _count(text: str) -> int:
+    value = _positive(text)
+    if value != int(value):
+        raise argparse.ArgumentTypeError(f"{text} is no whole number")
+    return int(value)
+
+
+def _parameters(text: str) -> int:
+    """Parse a number of parameters; `14.8e9` and `14.8B` are the same."""
+    billions = text.upper().endswith("B")
+    count = int(_positive(text[:-1] if billions else text) * (1e9 if billions else 1))
+    if count < _FEWEST_PARAMETERS:
+        raise argparse.ArgumentTypeError(f"{text} is {count} parameters; for billions, write {text}B or {text}e9")
+    return count
+
+
+def _gpu(name: str | None, gib: float | None) -> Gpu:
+    """Find the GPU of the options, or the one of this machine."""
+    from nemo_offload_rl.memory.gpus import KNOWN, Gpu, find_gpu, gpu_here
+
+    if gib is not None:
+        if name is not None:
+            raise ConfigError("--gpu and --gpu-gib are both given; leave one of them out")
+        return Gpu(f"a GPU of {gib:g} GiB", int(gib * _GIB))
+    if (gpu := find_gpu(name) if name is not None else gpu_here()) is None:
+        raise ConfigError(f"this machine has no GPU to plan for; give --gpu ({', '.join(KNOWN)}) or --gpu-gib")
+    return gpu
+
+
+def _arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m nemo_offload_rl.plan",
+        description="Print what a run takes of a GPU in each phase and of main memory, what crosses the link between "
+        "them, how long a step takes, and whether the run fits. Needs neither a GPU nor Ray nor the model's weights.",
+    )
+    parser.add_argument("--config", type=Path, metavar="PATH", required=True, help="YAML file of a run that trains")
+    parser.add_argument("--gpu", metavar="NAME", help="type of the GPUs, such as H200; without it, this machine's")
+    parser.add_argument("--gpu-gib", type=_positive, metavar="GIB", help="memory of a GPU of another type")
+    parser.add_argument("--gpus", type=_count, metavar="N", help="GPUs of a host; sets cluster.gpus_per_node")
+    parser.add_argument("--host-gib", type=_positive, metavar="GIB", help="main memory of a host; not compared without")
+    parser.add_argument(
+        "--parameters",
+        type=_parameters,
+        metavar="N",
+        help="of the model, such as 14.8B; without it, the folder policy.model_name is read, which needs no weights",
+    )
+    parser.add_argument(
+        "--tokens", type=_count, metavar="N", help="mean tokens of a sequence, for seconds; otherwise the longest"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="Hydra overrides, as for the launch scripts")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Read the command line and print the plan; the status is 2 if the run does not fit."""
+    given = _arguments().parse_intermixed_args(argv)
+    overrides = [*given.overrides, *([] if given.gpus is None else [f"cluster.gpus_per_node={given.gpus}"])]
+    host_bytes = None if given.host_gib is None else usable_host_bytes(given.host_gib)
+    target = Target(_gpu(given.gpu, given.gpu_gib), host_bytes, given.parameters, given.tokens)
+    plan = plan_run(given.config, overrides, target)
+    sys.stdout.write(f"{json.dumps(plan.to_json(), indent=1) if given.json else plan.render()}\n")
+    return 2 if plan.problems else 0
+
+
+if __name__ == "__main__":
+    with ending_process():
+        sys.exit(main())

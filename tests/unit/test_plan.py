@@ -1,0 +1,241 @@
+"""Plans of runs for other machines, compared with what runs have taken."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.memory.account import model_sizes
+from nemo_offload_rl.memory.gpus import KNOWN, Gpu, find_gpu
+from nemo_offload_rl.plan import Plan, Target, main, plan_run, usable_host_bytes
+from nemo_offload_rl.residency import Phase
+
+ROOT = Path(__file__).parents[2]
+GIB = 2**30
+H200_GIB, HOST_GIB = 139.8, 125.87
+CPU_OFFLOAD = "policy.dtensor_cfg.cpu_offload=true"
+CASES = {
+    "large_model_14b": ("large_model_14b.yaml", ()),
+    "large_model_14b_fraction": (
+        "large_model_14b.yaml",
+        (
+            "policy.megatron_cfg.optimizer.offload_optimizer_states_fraction=0.7",
+            "++policy.residency_overrides.optimizer=device",
+        ),
+    ),
+    "large_model_8b": ("large_model_8b.yaml", ()),
+    "large_model_8b_24gb": ("large_model_8b_24gb.yaml", ()),
+    "megatrain_7b": ("megatrain_7b.yaml", ()),
+}
+
+
+def plan_for(path, overrides, gpu_gib, host_gib, num_parameters=None) -> Plan:
+    gpu = Gpu("some GPU", int(gpu_gib * GIB))
+    return plan_run(path, overrides, Target(gpu, usable_host_bytes(host_gib), num_parameters))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_took_of_the_host_what_was_planned_for_it(name):
+    file, overrides = CASES[name]
+    seen = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+    plan = plan_for(ROOT / "benchmarks" / file, overrides, H200_GIB, HOST_GIB, seen["num_parameters"])
+    assert not plan.problems
+    assert plan.owners["policy"] / GIB == pytest.approx(seen["plan_gib"]["policy"], abs=0.2)  # shares are of tensors
+    taken = {owner: sum(sizes.values()) for owner, sizes in seen["peak_bytes"].items()}
+    for owner, num_bytes in plan.owners.items():
+        assert -0.5 < (num_bytes - taken[owner]) / GIB < 1.4
+    assert sum(taken.values()) == pytest.approx(sum(plan.owners.values()), rel=0.03)
+    # What the GPU held while the engine generated, with a context of the policy's.
+    state_gib = next(use.state_bytes for use in plan.phases if use.phase is Phase.GENERATION) / GIB
+    assert state_gib < seen["steps"][-1]["memory/generation_policy_gib"] < state_gib + 3
+
+
+@pytest.mark.parametrize("name", ["large_model_32b", "large_model_moe_30b"])
+def test_on_two_gpus_engines_and_driver_took_of_the_host_what_is_planned(name):
+    seen = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+    path = ROOT / "benchmarks" / f"{name}.yaml"
+    plan = plan_for(path, [], H200_GIB, 2 * HOST_GIB, seen["num_parameters"])
+    for owner in ("engine", "driver"):
+        taken_bytes = sum(seen["peak_bytes"][owner].values())
+        assert 0 <= plan.owners[owner] - taken_bytes < GIB // 2
+
+
+# Sizes as published, and the number of parameters that the model's card gives.
+QWEN3 = {"vocab_size": 151936, "head_dim": 128, "tie_word_embeddings": False}
+PUBLISHED = {
+    "Qwen3-8B": (
+        {
+            "model_type": "qwen3",
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+        },
+        (8_190_735_360, 0),
+    ),
+    "Qwen3-30B-A3B": (
+        {
+            "model_type": "qwen3_moe",
+            "hidden_size": 2048,
+            "moe_intermediate_size": 768,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+        },
+        (30_532_122_624, 48 * 128 * 3 * 2048 * 768),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_folder_with_nothing_but_a_config_tells_the_size_of_its_model(name, tmp_path):
+    config, expected = PUBLISHED[name]
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN3, **config}))
+    sizes = model_sizes(str(tmp_path), without_weights=True)
+    assert (sizes.num_parameters, sizes.num_in_experts) == expected
+    assert model_sizes(str(tmp_path)) is None
+
+
+def phases_gib(plan):
+    return {use.phase.name: (use.state_bytes / GIB, use.engine_bytes / GIB) for use in plan.phases}
+
+
+def test_phases_are_sums_of_bytes_for_each_parameter():
+    file = ROOT / "examples" / "configs" / "grpo_math_1B.yaml"
+    share = "policy.generation.vllm_cfg.gpu_memory_utilization=0.5"
+    plan = plan_for(file, [share], 79.2, 2048, GIB)  # 4 bytes of parameters, 4 of gradients, 8 of Adam
+    assert phases_gib(plan) == {
+        "TRAINING": (16, 0),
+        "OPTIM_STEP": (16, 0),
+        "LP_INFERENCE": (12, 0),
+        "REFIT": (4, 2),
+        "GENERATION": (0, pytest.approx(39.6)),
+    }
+    cache = "policy.generation.vllm_cfg.kv_cache_memory_gib=60"
+    assert phases_gib(plan_for(file, [cache], 79.2, 2048, GIB))["GENERATION"] == (0, 62)
+    assert plan.streamed == () and not plan.omits_teacher and not plan.problems
+    assert plan_for(ROOT / "examples" / "configs" / "distillation_math.yaml", [], 79.2, 2048, GIB).omits_teacher
+    whole = "policy.dtensor_cfg.offload_optimizer_states=true"
+    in_parts = "policy.dtensor_cfg.offload_optimizer_states_chunk_mib=256"
+    without_engine = plan_for(ROOT / "examples" / "configs" / "sft.yaml", [whole], 79.2, 2048, GIB)
+    assert phases_gib(without_engine) == {"TRAINING": (8, 0), "OPTIM_STEP": (16, 0), "LP_INFERENCE": (4, 0)}
+    streamed = plan_for(file, [share, whole, in_parts], 79.2, 2048, GIB)
+    assert phases_gib(streamed)["OPTIM_STEP"] == (8, 0) and streamed.streamed == ("optimizer/part",)
+
+
+def test_what_does_not_fit_is_told_and_the_advice_fits():
+    file = ROOT / "examples" / "configs" / "grpo_math_1B.yaml"
+    plan = plan_for(file, [], 24, 64, 8 * GIB)
+    gpu, host, engine = plan.problems
+    assert gpu.startswith("policy.model_name needs 131.5 GiB on each GPU in training")
+    assert "(params 32.00, optimizer 64.00, reference 16.00, process 3.00, engine 2.00), but the machine leaves" in host
+    assert engine.startswith("the engine needs 16.0 GiB of each GPU (weights 16.0), but its share is 14.4;")
+    offload = (CPU_OFFLOAD, "policy.dtensor_cfg.activation_checkpointing=true")
+    offload += ("policy.generation.vllm_cfg.gpu_memory_utilization=0.8",)
+    assert not plan_for(file, offload, 24, 256, 8 * GIB).problems
+
+
+def test_what_is_wrong_whatever_the_machine_is_one_line(tmp_path):
+    configs = ROOT / "examples" / "configs"
+    for file, overrides, message in (
+        ("eval.yaml", [], "has no section grpo, distillation, sft, dpo"),
+        ("sft_arithmetic_cpu.yaml", [], "cluster.gpus_per_node is 0"),
+        ("sft.yaml", [f"policy.model_name={tmp_path}"], "give --parameters"),
+        ("sft.yaml", [CPU_OFFLOAD, "policy.dtensor_cfg.offload_optimizer_states=true"], "cpu_offload"),
+        ("sft.yaml", ["policy.no_such_key=3"], "no_such_key"),
+    ):
+        count = None if "model_name" in "".join(overrides) else GIB
+        with pytest.raises(ConfigError, match=message):
+            plan_for(configs / file, overrides, 80, 1000, count)
+
+
+def write_config(folder, name):
+    config, _ = PUBLISHED[name]
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**QWEN3, **config}))
+    return f"policy.model_name={folder}"
+
+
+# Measured by the runs of benchmarks/results; GPUs of the plan, tokens of a sequence.
+MEASURED = {
+    "large_model_8b": ("large_model_8b.yaml", "Qwen3-8B", "H200", 528),
+    "large_model_8b_24gb": ("large_model_8b_24gb.yaml", "Qwen3-8B", "H200", 520),
+    "reference_8b_four_gpus": ("reference_8b.yaml", "Qwen3-8B", "H200", 798),
+    "large_model_moe_30b": ("large_model_moe_30b.yaml", "Qwen3-30B-A3B", "H200", 520),
+    "large_model_moe_30b_h100": ("large_model_moe_30b.yaml", "Qwen3-30B-A3B", "H100", 520),
+}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_a_step_took_the_seconds_and_moved_the_bytes_that_are_planned(name, tmp_path):
+    file, model, gpu, tokens = MEASURED[name]
+    seen = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["steps"][1:]
+    override = write_config(tmp_path, model)
+    plan = plan_run(ROOT / "benchmarks" / file, [override], Target(KNOWN[gpu], length=tokens))
+    assert plan.step_s == pytest.approx(statistics.median(step["timing/total_s"] for step in seen), rel=0.15)
+    in_bytes = plan.account.cfg.cluster.world_size * sum(copies.in_bytes for copies in plan.copies.values())
+    assert in_bytes == pytest.approx(seen[-1]["residency/bytes_in"], rel=0.04)
+
+
+def test_the_command_prints_the_plan_and_its_status_says_whether_it_fits(tmp_path, capsys):
+    override = write_config(tmp_path, "Qwen3-8B")
+    argv = ["--config", str(ROOT / "benchmarks" / "large_model_8b.yaml"), override]
+    done = subprocess.run(
+        [sys.executable, "-m", "nemo_offload_rl.plan", *argv, "--gpu", "H200", "--host-gib", "64"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (2, "")
+    assert main([*argv, "--gpu", "NVIDIA H200", "--gpus", "1", "--host-gib", "125.9"]) == 0
+    for text, fits in ((done.stdout, False), (capsys.readouterr().out, True)):
+        assert text.startswith("8.19 B parameters; residency plan of each policy worker:\ngroup")
+        assert " s a step of 64 sequences of 528 tokens" in text
+        assert ("does not fit: " in text) != fits == ("\nfits: " in text)
+    # Without a config.json or rates of the GPU, seconds are unknown; without --host-gib, main memory is not compared.
+    assert main([*argv[:2], "--gpu-gib=139.8", "--parameters=8.19B", "--json"]) == 0
+    read = json.loads(capsys.readouterr().out)
+    assert read["fits"] and read["step_s"] is None
+    assert read["phases"]["TRAINING"]["gib"]["params"] == pytest.approx(4 * 8.19e9 / GIB, abs=0.1)
+    assert sum(read["host_gib"].values()) > 64
+
+
+def test_a_gpu_is_known_by_name_or_by_a_file_and_others_are_told_so(tmp_path):
+    assert find_gpu("NVIDIA H100 80GB HBM3") == find_gpu("h100") == KNOWN["H100"]
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(KNOWN["H200"].to_json()))
+    assert find_gpu(str(file)) == KNOWN["H200"]
+    file.write_text(json.dumps({**KNOWN["H200"].to_json(), "memory_bytes": -1}))
+    for name, message in (("H2", "known here (H100, H200)"), (str(file), "not above 0"), ("no.json", "No such file")):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            find_gpu(name)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--gpu-gib=0",
+        "--host-gib=-1",
+        "--gpu-gib=nan",
+        "--gpus=1.5",
+        "--parameters=8x",
+        "--parameters=0B",
+        "--parameters=8",
+    ],
+)
+def test_sizes_that_are_none_are_refused(option, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--gpu-gib=80", "--host-gib=100", "--parameters=8B", "--config=c.yaml", option])
+    assert ended.value.code == 2
+    told = rf"argument {option.partition('=')[0]}: \S+ is (no (whole )?number|not above 0|8 parameters; .* 8B or 8e9)"
+    assert re.search(told, capsys.readouterr().err)
