@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from nemo_offload_rl.backends.hf.model_folder import local_config
 from nemo_offload_rl.keys.worker import PolicySettings
-from nemo_offload_rl.memory import activations
+from nemo_offload_rl.memory import activations, megatron_activations
 from nemo_offload_rl.residency import PassKind, PassNeed
 
 
@@ -25,13 +25,20 @@ def pass_needs(
     kinds = PassKind.LOGPROBS, PassKind.REFERENCE, PassKind.EVALUATION
     found: dict[PassKind, PassNeed | None] = dict.fromkeys(kinds, reading)
     if reading is not None:
-        found[PassKind.TRAINING] = activations.training_need(settings, num_workers, grads_bytes)
+        on_dtensor = settings.dtensor_cfg.enabled
+        found[PassKind.TRAINING] = (
+            activations.training_need(settings, num_workers, grads_bytes)
+            if on_dtensor
+            else megatron_activations.training_need(settings)
+        )
     if teacher is not None:
         found[PassKind.TEACHER] = _reading_need(teacher, num_workers)
     return {kind: need for kind, need in found.items() if need is not None}
 
 
 def _reading_need(settings: PolicySettings, num_workers: int) -> PassNeed | None:
-    if local_config(settings.model_name, settings.hf_config_overrides) is None or not settings.dtensor_cfg.enabled:
+    if local_config(settings.model_name, settings.hf_config_overrides) is None:
         return None
+    if not settings.dtensor_cfg.enabled:
+        return megatron_activations.reading_need(settings)
     return activations.reading_need(settings, num_workers)

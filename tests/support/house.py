@@ -29,8 +29,8 @@ SMALL_LINES = 60
 LIMITS = {
     "imports upward": 0,
     "circles of modules": 0,
-    "modules": 302,
-    "lines": 53695,
+    "modules": 303,
+    "lines": 53897,
     "modules under 60 lines with one importer": 0,
 }
 

@@ -63,7 +63,7 @@ def with_tokens(table: dict) -> int:
 LEAVING = {("dtensor", "1.7B", "kept", "65536"), ("megatron", "8B", "kept", "16384")}
 
 
-@pytest.mark.parametrize("number", [i for i, table in enumerate(MEASURED) if table["backend"] == "dtensor"])
+@pytest.mark.parametrize("number", range(len(MEASURED)))
 def test_planned_peaks_of_passes_are_within_five_percent_of_measured_ones(number, folder_of):
     table = MEASURED[number]
     backend, shape, grads_bytes = table["backend"], table["shape"], 0
@@ -73,9 +73,13 @@ def test_planned_peaks_of_passes_are_within_five_percent_of_measured_ones(number
             if "error" in seen or (backend, shape, row["variant"], tokens) in LEAVING:
                 continue
             training, logprobs = seen["training"], seen["logprobs"]
-            grads_bytes = grads_bytes or training["after_bytes"] - training["before_bytes"]
+            before_bytes = training["before_bytes"]
+            if backend == "megatron":  # dispatchers of experts keep tensors of the pass before, which are no state
+                before_bytes = min(it["training"]["before_bytes"] for it in row["tokens"].values() if "error" not in it)
+            if backend == "dtensor":  # they come in the pass
+                grads_bytes = grads_bytes or training["after_bytes"] - training["before_bytes"]
             needs = pass_needs(settings, 1, grads_bytes)
-            planned = training["before_bytes"] + grads_bytes + needs[PassKind.TRAINING].num_bytes(int(tokens))
+            planned = before_bytes + grads_bytes + needs[PassKind.TRAINING].num_bytes(int(tokens))
             assert planned == pytest.approx(training["peak_bytes"], rel=0.05), (row["variant"], tokens)
             planned = logprobs["before_bytes"] + needs[PassKind.LOGPROBS].num_bytes(int(tokens))
             assert planned == pytest.approx(logprobs["peak_bytes"], rel=0.05), (row["variant"], tokens)
