@@ -67,6 +67,10 @@ def check_model(settings: PolicySettings) -> None:
         from nemo_offload_rl.backends.dtensor.lora import check_adapters  # which imports transformers
 
         check_adapters(_as_loaded(settings), settings.dtensor_cfg.lora_cfg)
+    from nemo_offload_rl.backends.dtensor.loading import check_weights  # which imports transformers
+
+    # Megatron-Bridge's names may differ from those of transformers; its backend compares them.
+    check_weights(_as_loaded(settings), settings.model_name, compares_names=not in_megatron)
 
 
 def _as_loaded(settings: PolicySettings) -> Any:

@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM
 
 from nemo_offload_rl.backends.dtensor.experts import use_grouped_experts
 from nemo_offload_rl.backends.dtensor.model import decoder_layers
+from nemo_offload_rl.backends.hf.model_folder import find_weight_files, is_hub_name
 from nemo_offload_rl.backends.hf.weight_files import COMPUTED, HubNames, Piece, WeightFiles, check_same_tensors
 from nemo_offload_rl.backends.ranks import failing_together
-from nemo_offload_rl.errors import UserError
+from nemo_offload_rl.errors import UserError, first_line
 from nemo_offload_rl.models.families import dropout_rates, has_plain_rope_in_windows
 from nemo_offload_rl.residency import local_tensor
 
@@ -121,12 +122,40 @@ class WeightSources:
     repeats: Mapping[str, str]
 
 
-def find_weights(causal_lm: Any, model_name: str) -> WeightSources:
+def check_weights(config: Any, model_name: str, *, compares_names: bool) -> None:
+    """Refuse a local folder of safetensors whose headers differ from the config; reads no weights.
+
+    Args:
+        config: Result of `load_config`.
+        model_name: The folder; hub names pass unchecked.
+        compares_names: Refuse tensors that only one of the two has, too; else the model may be one that
+            `transformers` cannot build.
+
+    Raises:
+        UserError: The files cannot be read, or differ; the message names the first tensor and its file.
+    """
+    if is_hub_name(model_name) or any(path.suffix == ".bin" for path in find_weight_files(model_name)):
+        return
+    try:
+        with _META:
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
+        if not compares_names:
+            return
+        raise UserError(
+            f"no model can be built from config.json of {model_name} ({first_line(error)}); correct it, or "
+            "policy.hf_config_overrides"
+        ) from error
+    find_weights(model, model_name, compares_names=compares_names)
+
+
+def find_weights(causal_lm: Any, model_name: str, *, compares_names: bool = True) -> WeightSources:
     """Look for every parameter in the headers of the model's files; reads no weights.
 
     Args:
         causal_lm: Unchanged result of `build_causal_lm`.
         model_name: Folder or hub name.
+        compares_names: Refuse parameters without a tensor, and tensors without a parameter.
 
     Raises:
         UserError: The files cannot be read, or their names and shapes differ from the model's.
@@ -144,8 +173,11 @@ def find_weights(causal_lm: Any, model_name: str) -> WeightSources:
             continue
         found.pop(copied, None)
     wanted = {piece.name: piece.shape for several in pieces.values() for piece in several}
+    if not compares_names:
+        wanted = {name: shape for name, shape in wanted.items() if name in found}
+        found = {name: found[name] for name in wanted}
     harmless = [*(causal_lm._keys_to_ignore_on_load_unexpected or ()), COMPUTED]
-    check_same_tensors(model_name, wanted, found, harmless)
+    check_same_tensors(model_name, wanted, found, harmless, files.paths)
     return WeightSources(files, pieces, repeats)
 
 

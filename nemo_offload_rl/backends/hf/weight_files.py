@@ -48,6 +48,7 @@ class WeightFiles:
 
     Attributes:
         shapes: Shape of each tensor.
+        paths: File of each tensor.
 
     Raises:
         UserError: There are no weights, a file is damaged, or a tensor is not floating-point.
@@ -55,7 +56,7 @@ class WeightFiles:
 
     def __init__(self, model_name: str, paths: Iterable[Path] | None = None) -> None:
         self._model_name = model_name
-        self._paths: dict[str, Path] = {}
+        self.paths: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._held: tuple[ExitStack, dict[Path, Any]] | None = None
         self._open_bin: tuple[Path, Mapping[str, Tensor]] | None = None
@@ -66,7 +67,7 @@ class WeightFiles:
                         f"{path} has {name} as {dtype}, which is not a floating-point type: quantized weights cannot "
                         "be trained; use the model's 16- or 32-bit weights"
                     )
-                self._paths[name], self.shapes[name] = path, shape
+                self.paths[name], self.shapes[name] = path, shape
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """Read a part of a tensor to the CPU, in the file's dtype; it may be a view of the mapped file.
@@ -82,14 +83,14 @@ class WeightFiles:
         part = self._read(name, offsets, sizes)
         if (fault := fault_in(part)) is not None:
             raise UserError(
-                f"The weights of policy.model_name={self._model_name} have {fault} in {name} ({self._paths[name]}); "
+                f"The weights of policy.model_name={self._model_name} have {fault} in {name} ({self.paths[name]}); "
                 "the file is damaged, or was saved from a broken run: copy it again, or choose another model"
             )
         return part
 
     def _read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         where = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
-        path = self._paths[name]
+        path = self.paths[name]
         show_progress()
         try:
             if path.suffix == ".bin":
@@ -171,6 +172,7 @@ def check_same_tensors(
     wanted: Mapping[str, Sequence[int]],
     found: Mapping[str, Sequence[int]],
     harmless: Iterable[str] = (),
+    paths: Mapping[str, Path] | None = None,
 ) -> None:
     """Refuse weights whose names or shapes differ from the model's.
 
@@ -179,11 +181,12 @@ def check_same_tensors(
         wanted: Shapes by name that the model has.
         found: Shapes by name that the files have.
         harmless: Regular expressions of names that may be in the files only.
+        paths: File of each tensor, for the message.
 
     Raises:
         UserError: Names the first difference, and how many there are.
     """
-    fault = None
+    fault, place = None, ""
     if missing := sorted(wanted.keys() - found.keys()):
         fault = f"lack {len(missing)} of the {len(wanted)} tensors that its config asks for, first {missing[0]}"
     elif unexpected := sorted(
@@ -196,9 +199,10 @@ def check_same_tensors(
             f"have {len(misshapen)} tensors of another shape than its config asks for, first {name}: "
             f"{tuple(found[name])} instead of {tuple(wanted[name])}"
         )
+        place = "" if paths is None else f" ({paths[name]})"
     if fault is not None:
         raise UserError(
-            f"The weights of {model_name} {fault}; the folder is incomplete or its config.json (with "
+            f"The weights of {model_name} {fault}{place}; the folder is incomplete or its config.json (with "
             "policy.hf_config_overrides) is of another model"
         )
 

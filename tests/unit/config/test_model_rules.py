@@ -391,3 +391,15 @@ def test_megatron_needs_the_name_of_the_models_class(tmp_path: Path) -> None:
     check_model(make_settings(tmp_path))
     with pytest.raises(ConfigError, match="has no architectures"):
         check_model(make_settings(tmp_path, backend="megatron"))
+
+
+@pytest.mark.parametrize("backend", ["dtensor", "megatron"])
+def test_weights_of_another_shape_than_the_config_s_are_told_before_ray(tmp_path: Path, backend: str) -> None:
+    save_model_folder(tmp_path, 0)
+    config = json.loads((tmp_path / "config.json").read_text())
+    check_model(make_settings(tmp_path, backend=backend))
+    rows, width = config["intermediate_size"], config["hidden_size"]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 2 * rows}))
+    told = rf"layers\.0\.mlp\.down_proj\.weight: \({width}, {rows}\) instead of \({width}, {2 * rows}\) \(/.*tensors\);"
+    with pytest.raises(UserError, match=told):
+        check_model(make_settings(tmp_path, backend=backend))
