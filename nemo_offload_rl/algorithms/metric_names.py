@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from nemo_offload_rl.experience.pass_at_k import powers_of_two
 
-_UPDATE = ("loss", "grad_norm", "learning_rate", "skipped_updates")
+_UPDATE = ("loss", "grad_norm", "learning_rate", "skipped_updates", "oom_splits")
 _SPREAD = ("mean", "std", "min", "max")
 _POLICY_GRADIENT = (
     "actor_loss", "kl", "entropy", "approx_entropy", "probs_ratio", "probs_ratio_min", "probs_ratio_max",

@@ -40,6 +40,7 @@ def update_metrics(result: TrainResult) -> dict[str, float]:
     return metrics | {
         "learning_rate": result.learning_rate[-1],
         "skipped_updates": float(num_steps - len(applied)),
+        "oom_splits": float(result.oom_splits),
     }
 
 

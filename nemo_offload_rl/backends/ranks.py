@@ -77,6 +77,15 @@ def max_over_ranks(value: int, group: dist.ProcessGroup, device: torch.device) -
     return int(largest)
 
 
+def max_over_all_ranks(value: int) -> int:
+    """Return the largest value over all ranks; through the host, so that no work of a device is waited for."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    largest = torch.tensor(value, dtype=torch.int64)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return int(largest)
+
+
 @contextmanager
 def failing_together(kind: type[UserError]) -> Iterator[None]:
     """Raise one rank's `kind` of error on every rank; a collective at the end of the context.

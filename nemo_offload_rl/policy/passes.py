@@ -4,89 +4,261 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
+from nemo_offload_rl.backends.ranks import max_over_all_ranks
 from nemo_offload_rl.data.batch import TokenBatch
 from nemo_offload_rl.data.batching import group_lengths, pack_rows, plan_micro_batches, rows_of_groups, split_to_count
 from nemo_offload_rl.errors import UserError
+from nemo_offload_rl.keys.dtensor import DTensorConfig
 from nemo_offload_rl.keys.worker import PolicySettings
 from nemo_offload_rl.residency import DeviceOutOfMemoryError, PassKind, Phase, ResidencyManager, row_of
 
 logger = logging.getLogger(__name__)
 
 MANY_MICRO_BATCHES = 8
+_STILL_TOO_LARGE = 0.9  # share of the size that ran out of memory; without it, packs of about one size fail one by one
 _GIB = 2**30
 
 
-class Passes:
-    """Runs passes so that prefetched state does not take memory that a pass needs.
+class MicroBatches[Batch: TokenBatch](Sequence[Batch]):
+    """The micro-batches of a pass, in order.
 
-    Before a pass with more tokens than all earlier ones of its kind, prefetched state is evicted if both may not fit. A
-    single rank that still runs out of memory repeats the pass once without that state. Several ranks cannot, since the
-    others wait in a collective of the failed pass, so the run ends.
+    Attributes:
+        rows: Row indices of each micro-batch.
+    """
+
+    def __init__(self, rows: Sequence[Sequence[int]], micro_batches: Sequence[Batch]) -> None:
+        self.rows = rows
+        self._last = 0
+        self._micro_batches = micro_batches
+
+    def __len__(self) -> int:
+        return len(self._micro_batches)
+
+    @overload
+    def __getitem__(self, index: int) -> Batch: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Batch]: ...
+
+    def __getitem__(self, index: int | slice) -> Batch | Sequence[Batch]:
+        found = self._micro_batches[index]
+        self._last = (index.start or 0) if isinstance(index, slice) else index
+        return found
+
+    def last(self) -> tuple[Sequence[int], Batch]:
+        """Return rows and micro-batch that were read last: the micro-batch that a pass works on, unless it has ended.
+
+        Of a slice, the first counts.
+        """
+        return self.rows[self._last], self._micro_batches[self._last]
+
+
+class Attempt[Batch: TokenBatch]:
+    """A context to run a pass in; it catches and keeps the error of running out of device memory.
+
+    Attributes:
+        micro_batches: The micro-batches of the pass.
+        error: The error; None if there was none.
+    """
+
+    def __init__(self, micro_batches: MicroBatches[Batch]) -> None:
+        self.micro_batches = micro_batches
+        self.error: torch.OutOfMemoryError | DeviceOutOfMemoryError | None = None
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> bool:
+        if isinstance(error, (torch.OutOfMemoryError, DeviceOutOfMemoryError)):
+            self.error = error
+        return self.error is not None
+
+
+class Passes:
+    """Runs passes so that running out of device memory does not end them.
+
+    1. Before a pass with more tokens than all earlier ones of its kind, prefetched state is evicted if both may not
+       fit. If the pass still does not fit, by what earlier ones took, several ranks agree on smaller micro-batches.
+    2. A single rank that runs out of memory makes room for the pass and repeats it from its start, since a backward
+       pass that broke off leaves parts of its gradients. Room is made by, in this order, the backend, eviction of
+       state that the pass does not read, and cutting the failed micro-batch in two.
+    3. What was too large is remembered: later micro-batches of that size are cut before the pass starts.
+
+    Losses are divided by counts of the global batch, so smaller micro-batches change no more than rounding. Several
+    ranks cannot repeat a pass, since the others wait in a collective of the failed one, so the run ends.
 
     Args:
         settings: The policy's settings.
         residency: Manager of the rank's state.
         is_alone: Passes have no collectives with other ranks.
+        backend_makes_room: See `PolicyBackend.make_room`.
+
+    Attributes:
+        num_splits: Number of micro-batches that were cut in two.
     """
 
-    def __init__(self, settings: PolicySettings, residency: ResidencyManager, *, is_alone: bool) -> None:
+    def __init__(
+        self,
+        settings: PolicySettings,
+        residency: ResidencyManager,
+        *,
+        is_alone: bool,
+        backend_makes_room: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.num_splits = 0
         self._settings = settings
         self._residency = residency
         self._is_alone = is_alone
+        self._backend_makes_room = backend_makes_room
+        self._packs = settings.sequence_packing.enabled
+        self._too_large: dict[PassKind, int] = {}  # fewest tokens of a micro-batch that is too large
+        self._foreseen: set[PassKind] = set()  # kinds of which micro-batches were cut by what earlier ones took
 
-    def attempts(
+    def attempts[Batch: TokenBatch](
         self,
         kind: PassKind,
-        micro_batches: Sequence[TokenBatch],
+        batch: Batch,
+        rows: Sequence[Sequence[int]],
         after_failure: Callable[[], None] = lambda: None,
-    ) -> Iterator[AbstractContextManager[object]]:
-        """Yield a context to run a pass in, and a second one if the pass ran out of memory and must be repeated.
+    ) -> Iterator[Attempt[Batch]]:
+        """Yield a context to run a pass in, and more of them while the pass runs out of memory and must be repeated.
 
         Args:
             kind: Kind of the pass.
-            micro_batches: Micro-batches of the pass.
-            after_failure: Cleans up after a failed pass, before it is repeated.
+            batch: All rows.
+            rows: Row indices of each micro-batch. Those of an attempt may be smaller.
+            after_failure: Cleans up after a failed pass.
 
         Raises:
-            UserError: Memory ran out, and nothing can be offloaded to repeat the pass.
+            UserError: Memory ran out, and there is no way to make room.
         """
-        if not micro_batches:
-            yield nullcontext()
-            return
-        packs = self._settings.sequence_packing.enabled
-        largest = max(micro_batches, key=lambda batch: batch.num_tokens(packed=packs))
-        num_tokens = largest.num_tokens(packed=packs)
-        self._residency.expect_work(kind, num_tokens)
-        work = f"a {kind} pass over micro-batches of up to {num_tokens} tokens"
-        advice = self._advice(kind, is_divisible=len(largest) > largest.rows_per_group)
-        first = _OutOfMemory()
-        yield first
-        if first.error is None:
-            return
-        held = held_on_device(self._residency)
-        num_bytes = 0
-        if self._is_alone:
-            after_failure()
-            num_bytes = self._residency.evict()
-        if not num_bytes:
-            raise _refusal(self._residency, work, held, first.error, advice) from first.error
+        may_evict = True
+        while True:
+            attempt = Attempt(self._ready(kind, batch, rows))
+            yield attempt
+            if attempt.error is None:
+                return
+            if self._is_alone:
+                after_failure()
+            by_backend = self._is_alone and kind is not PassKind.TEACHER and self._backend_makes_room()
+            if by_backend:
+                logger.info("a %s pass is run again: %s", kind, _in_one_line(attempt.error))
+            else:
+                may_evict = self._make_room(kind, batch, attempt, may_evict=may_evict)
+            rows = attempt.micro_batches.rows
+            attempt.error = None  # its traceback holds the failed pass's tensors
+            gc.collect()
+
+    def _ready[Batch: TokenBatch](
+        self, kind: PassKind, batch: Batch, rows: Sequence[Sequence[int]]
+    ) -> MicroBatches[Batch]:
+        """Announce a pass, and return its micro-batches, cut where they are known to be too large."""
+        micro_batches = self._cut(batch, rows, self._too_large.get(kind, sys.maxsize))
+        if not self._is_alone:
+            micro_batches = self._agreed(kind, batch, micro_batches)
+        self._residency.expect_work(kind, self._most_tokens(micro_batches))
+        return micro_batches
+
+    def _agreed[Batch: TokenBatch](
+        self, kind: PassKind, batch: Batch, micro_batches: MicroBatches[Batch]
+    ) -> MicroBatches[Batch]:
+        """Cut micro-batches that may be too large for any rank, equally many on each rank; a collective."""
+        num_tokens = self._most_tokens(micro_batches)
+        too_large = -max_over_all_ranks(-self._residency.too_large_size(kind, num_tokens))
+        if too_large == sys.maxsize:
+            return micro_batches
+        if kind not in self._foreseen:
+            self._foreseen.add(kind)
+            logger.warning(
+                "a %s pass over micro-batches of up to %d tokens may run out of memory, by what earlier ones took: "
+                "those of %d tokens or more are cut in two; to save that time, %s",
+                kind,
+                num_tokens,
+                too_large,
+                self._advice(kind, is_divisible=True),
+            )
+        size = batch.rows_per_group
+        groups = [
+            [row // size for row in some[::size]] for some in self._cut(batch, micro_batches.rows, too_large).rows
+        ]
+        count = max_over_all_ranks(len(groups))
+        return self._cut(batch, rows_of_groups(split_to_count(groups, count), size), sys.maxsize)
+
+    def _cut[Batch: TokenBatch](
+        self, batch: Batch, rows: Sequence[Sequence[int]], too_large: int
+    ) -> MicroBatches[Batch]:
+        """Make micro-batches, each cut in two until it is smaller than `too_large` tokens or one group of rows."""
+        size, multiple = batch.rows_per_group, self._settings.make_sequence_length_divisible_by
+        done: list[Sequence[int]] = []
+        micro_batches: list[Batch] = []
+        waiting = [*reversed(rows)]
+        while waiting:
+            some = waiting.pop()
+            micro_batch = batch.select(some).trim(multiple)
+            if self._num_tokens(micro_batch) >= too_large and len(some) > size:
+                middle = (len(some) // size + 1) // 2 * size
+                waiting += [some[middle:], some[:middle]]
+                self.num_splits += 1
+                continue
+            done.append(some)
+            micro_batches.append(micro_batch)
+        return MicroBatches(done, micro_batches)
+
+    def _most_tokens(self, micro_batches: Sequence[TokenBatch]) -> int:
+        return max(map(self._num_tokens, micro_batches), default=0)
+
+    def _num_tokens(self, micro_batch: TokenBatch) -> int:
+        return micro_batch.num_tokens(packed=self._packs)
+
+    def _make_room(self, kind: PassKind, batch: TokenBatch, attempt: Attempt[Any], *, may_evict: bool) -> bool:
+        """Evict state, or have the micro-batch that failed cut in two; return whether state may be evicted again.
+
+        Raises:
+            UserError: Neither is possible.
+        """
+        error, held = attempt.error, held_on_device(self._residency)
+        assert error is not None
+        told, phase = _in_one_line(error), self._residency.phase
+        if self._is_alone and may_evict and (num_bytes := self._residency.evict()):
+            logger.warning(
+                "out of memory in a pass of phase %s (%s); it is run again without %.2f GiB on the device that it does "
+                "not read",
+                phase.value if phase else "start",
+                told,
+                num_bytes / _GIB,
+            )
+            return False
+        rows, failed = attempt.micro_batches.last()
+        is_divisible = len(rows) > batch.rows_per_group
+        advice = self._advice(kind, is_divisible=is_divisible)
+        num_tokens = self._num_tokens(failed)
+        if not self._is_alone or not is_divisible:
+            work = f"{len(rows)} rows with {num_tokens} tokens"
+            if not is_divisible:
+                each = (f"row {row} of {len(batch)} ({int(batch.input_lengths[row])} tokens)" for row in rows)
+                work = f"{' and '.join(each)} alone"
+            raise _refusal(self._residency, f"a {kind} pass over {work}", held, error, advice) from error
+        self._too_large[kind] = int(_STILL_TOO_LARGE * num_tokens)
         logger.warning(
-            "out of memory in a pass of phase %s (%s); it is run again without %.2f GiB on the device that it does not "
-            "read",
-            self._residency.phase.value if self._residency.phase else "start",
-            _in_one_line(first.error),
-            num_bytes / _GIB,
+            "out of memory in a %s pass (%s); it is run again with its micro-batch of %d rows and %d tokens cut in "
+            "two, and later ones of %d tokens or more are cut before their pass; to save that time, %s",
+            kind,
+            told,
+            len(rows),
+            num_tokens,
+            self._too_large[kind],
+            advice,
         )
-        first.error = None  # its traceback holds the failed pass's tensors
-        gc.collect()
-        yield told_out_of_memory(self._residency, work, advice)
+        return may_evict
 
     def _advice(self, kind: PassKind, *, is_divisible: bool) -> str:
         """Name keys that lower the device memory of a pass of this kind."""
@@ -104,11 +276,21 @@ class Passes:
         backend = settings.backend
         if kind is PassKind.TRAINING and not backend.activation_checkpointing:
             changes.append(f"set policy.{backend.section}.activation_checkpointing=true")
+        elif kind is PassKind.TRAINING and not is_divisible and self._could_offload_inputs:
+            changes.append(f"set {backend.activation_key}=true")
         if settings.logprob_chunk_size is None:
             changes.append("set policy.logprob_chunk_size=1024")
         if kind is PassKind.TRAINING:
             changes += self._streaming
-        return ", or ".join([*changes, "lower policy.max_total_sequence_length"])
+        changes.append("lower policy.max_total_sequence_length")
+        if not is_divisible and not backend.streams_parameters:  # these are for one worker only
+            changes.append("use more GPUs")
+        return ", or ".join(changes)
+
+    @property
+    def _could_offload_inputs(self) -> bool:
+        cfg = self._settings.backend
+        return isinstance(cfg, DTensorConfig) and not cfg.activation_offload and cfg.model_parallel.ranks_per_copy == 1
 
     @property
     def state_advice(self) -> str:
@@ -123,20 +305,6 @@ class Passes:
         if backend.streamed_share > 0 or backend.keeps_optimizer_on_host:
             return []
         return [f"set {backend.streaming_section}.offload_optimizer_states=true"]
-
-
-class _OutOfMemory:
-    """Catches and keeps the error of a body that runs out of device memory."""
-
-    error: torch.OutOfMemoryError | DeviceOutOfMemoryError | None = None
-
-    def __enter__(self) -> None:
-        """Begin."""
-
-    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> bool:
-        if isinstance(error, (torch.OutOfMemoryError, DeviceOutOfMemoryError)):
-            self.error = error
-        return self.error is not None
 
 
 @contextmanager

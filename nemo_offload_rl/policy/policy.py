@@ -183,7 +183,8 @@ class Policy:
         else:
             dealt = batch
         calls = [(shard, loss_fn, rows) for shard in self._ranks.deal(dealt, rows)]
-        result = self._group.run_each(PolicyWorker.train, calls)[0]
+        results = self._ranks.each_once(self._group.run_each(PolicyWorker.train, calls))
+        result = replace(results[0], oom_splits=sum(each.oom_splits for each in results))
         self._zero_gradients.count(batch, result)
         return result
 

@@ -10,8 +10,9 @@ Every rank makes the same calls, since they contain collectives of all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,8 @@ class PolicyWorker:
         if self._teacher is not None:
             self._teacher.model.use_stream(self.residency.streamed_layers)
         self._saver = CheckpointSaver(self.residency)
-        self._passes = Passes(settings, self.residency, is_alone=self._backend.rank_info.world_size == 1)
+        is_alone, make_room = self._backend.rank_info.world_size == 1, self._backend.make_room
+        self._passes = Passes(settings, self.residency, is_alone=is_alone, backend_makes_room=make_room)
         self._skipped = SkippedUpdates(settings.max_skipped_updates, self._backend.state_groups)
         self._is_whole = True  # False if an update broke off, or not all updates of a step were made
         self._sender: BucketSender | None = None
@@ -185,11 +187,12 @@ class PolicyWorker:
             for name, value in metrics.items():
                 result.metrics.setdefault(name, []).append(value)
         self._is_whole = True
+        num_splits, self._passes.num_splits = self._passes.num_splits, 0
         if not all(result.is_skipped):
             self._backend.advance_schedule()
         if self._backend.rank_info.rank == 0:
             warn_of_skipped(result)
-        return result
+        return replace(result, oom_splits=num_splits)
 
     def forward_backward(self, batch: TrainBatch, loss_fn: LossFn) -> tuple[float, dict[str, float]]:
         """Compute the gradients of this rank's rows of one global batch; opens a training step.
@@ -198,17 +201,17 @@ class PolicyWorker:
             The loss and metrics of the global batch.
         """
         self._require("forward_backward", Phase.TRAINING)
-        _, micro_batches = self._micro_batches(batch, is_training=True, size=self._settings.train_micro_batch_size)
+        rows = self._rows(batch, is_training=True, size=self._settings.train_micro_batch_size)
         norm = self._loss_norm(batch)
-        pace = TrainingPace(self.residency, len(micro_batches))
         loss, metrics = 0.0, dict[str, float]()
         self.residency.step_opened()
         try:
             # A failed pass leaves incomplete gradients, which must not be used.
-            for attempt in self._passes.attempts(PassKind.TRAINING, micro_batches, self._backend.drop_grads):
+            for attempt in self._passes.attempts(PassKind.TRAINING, batch, rows, self._backend.drop_grads):
+                pace = TrainingPace(self.residency, len(attempt.micro_batches))
                 with attempt:
                     loss, metrics = self._backend.forward_backward(
-                        micro_batches, loss_fn, norm, pace.before_micro_batch
+                        attempt.micro_batches, loss_fn, norm, pace.before_micro_batch
                     )
         except BaseException:
             self.zero_grad()
@@ -249,12 +252,12 @@ class PolicyWorker:
         """
         self._require("evaluate", Phase.TRAINING, Phase.LP_INFERENCE)
         size = micro_batch_size or self._settings.train_micro_batch_size
-        _, micro_batches = self._micro_batches(batch, is_training=True, size=size)
+        rows = self._rows(batch, is_training=True, size=size)
         norm = self._loss_norm(batch)
         loss, metrics = 0.0, dict[str, float]()
-        for attempt in self._passes.attempts(PassKind.EVALUATION, micro_batches):
+        for attempt in self._passes.attempts(PassKind.EVALUATION, batch, rows):
             with attempt:
-                loss, metrics = self._backend.evaluate(micro_batches, loss_fn, norm)
+                loss, metrics = self._backend.evaluate(attempt.micro_batches, loss_fn, norm)
         return TrainResult([loss], [0.0], [0.0], {name: [value] for name, value in metrics.items()})
 
     def _loss_norm(self, batch: TrainBatch) -> LossNorm:
@@ -275,24 +278,26 @@ class PolicyWorker:
         """
         self._require("get_logprobs", Phase.LP_INFERENCE, Phase.TRAINING)
         batch = logprob_inputs(batch, counted_only=counted_only)
-        plan, micro_batches = self._micro_batches(batch, is_training=False, size=self._settings.logprob_batch_size)
+        rows = self._rows(batch, is_training=False, size=self._settings.logprob_batch_size)
         found: list[Tensor] = []
-        for attempt in self._passes.attempts(PassKind.LOGPROBS, micro_batches):
+        for attempt in self._passes.attempts(PassKind.LOGPROBS, batch, rows):
             with attempt:
-                found = self._backend.logprobs(micro_batches)
-        return in_rows_of(batch, plan, found)
+                found = self._backend.logprobs(attempt.micro_batches)
+            rows = attempt.micro_batches.rows
+        return in_rows_of(batch, rows, found)
 
     def get_reference_logprobs(self, batch: TokenBatch, counted_only: bool = False) -> Tensor:
         """Compute logprobs under the frozen initial parameters, swapped in for this, over the whole vocabulary."""
         self._require("get_reference_logprobs", Phase.LP_INFERENCE, Phase.TRAINING)
         batch = logprob_inputs(batch, counted_only=counted_only)
-        plan, micro_batches = self._micro_batches(batch, is_training=False, size=self._settings.logprob_batch_size)
+        rows = self._rows(batch, is_training=False, size=self._settings.logprob_batch_size)
         found: list[Tensor] = []
         with self.residency.swapped_in(REFERENCE):
-            for attempt in self._passes.attempts(PassKind.REFERENCE, micro_batches):
+            for attempt in self._passes.attempts(PassKind.REFERENCE, batch, rows):
                 with attempt:
-                    found = self._backend.logprobs(micro_batches, whole=True)
-        return in_rows_of(batch, plan, found)
+                    found = self._backend.logprobs(attempt.micro_batches, whole=True)
+                rows = attempt.micro_batches.rows
+        return in_rows_of(batch, rows, found)
 
     # -- the teacher -----------------------------------------------------------------------------------------------
 
@@ -309,28 +314,19 @@ class PolicyWorker:
         inputs = logprob_inputs(batch, counted_only=True)
         settings, topk = teacher.settings.model, teacher.settings.topk
         reader = ReadHiddenStates() if topk is None else ReadTopK(topk)
-        plan = micro_batch_rows(
+        rows = micro_batch_rows(
             settings, inputs, teacher.model.all_reduce_max, is_training=False, size=settings.logprob_batch_size
         )
-        micro_batches = self._trimmed(inputs, plan)
         found: list[Any] = []
-        for attempt in self._passes.attempts(PassKind.TEACHER, micro_batches):
+        for attempt in self._passes.attempts(PassKind.TEACHER, inputs, rows):
             with attempt:
-                found = teacher.model.read(micro_batches, reader)
-        return tuple(in_rows_of(inputs, plan, pieces) for pieces in zip(*found, strict=True))
+                found = teacher.model.read(attempt.micro_batches, reader)
+            rows = attempt.micro_batches.rows
+        return tuple(in_rows_of(inputs, rows, pieces) for pieces in zip(*found, strict=True))
 
-    # -- micro-batches ---------------------------------------------------------------------------------------------
-
-    def _micro_batches[Batch: TokenBatch](
-        self, batch: Batch, *, is_training: bool, size: int
-    ) -> tuple[list[list[int]], list[Batch]]:
-        """Return the rows of each micro-batch, and the micro-batches."""
-        plan = micro_batch_rows(self._settings, batch, self._backend.all_reduce_max, is_training=is_training, size=size)
-        return plan, self._trimmed(batch, plan)
-
-    def _trimmed[Batch: TokenBatch](self, batch: Batch, plan: Sequence[Sequence[int]]) -> list[Batch]:
-        multiple = self._settings.make_sequence_length_divisible_by
-        return [batch.select(rows).trim(multiple) for rows in plan]
+    def _rows(self, batch: TokenBatch, *, is_training: bool, size: int) -> list[list[int]]:
+        """Return the row indices of each micro-batch."""
+        return micro_batch_rows(self._settings, batch, self._backend.all_reduce_max, is_training=is_training, size=size)
 
     # -- refit -----------------------------------------------------------------------------------------------------
 

@@ -180,6 +180,10 @@ class PolicyBackend(Protocol):
         """Drop accumulated gradients, and anything that a failed pass left behind."""
         ...
 
+    def make_room(self) -> bool:
+        """Let later passes take less device memory after one ran out of it; return False if there is no way to."""
+        ...
+
     def optim_step(self, streamed: Iterable[str] = ()) -> StepResult:
         """Clip, update and drop the gradients.
 

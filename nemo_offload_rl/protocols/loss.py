@@ -148,6 +148,8 @@ class TrainResult:
         learning_rate: Learning rate of the update.
         metrics: Metrics of the loss, by name.
         is_skipped: The gradient norm was not finite, so nothing was updated; empty if no update was due.
+        oom_splits: Number of micro-batches that were cut in two for lack of device memory, in this and in other passes
+            since the last call.
     """
 
     loss: list[float]
@@ -155,6 +157,7 @@ class TrainResult:
     learning_rate: list[float]
     metrics: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     is_skipped: list[bool] = field(default_factory=list[bool])
+    oom_splits: int = 0
 
 
 type Method[**P, R] = Callable[Concatenate[Any, P], R]

@@ -195,10 +195,21 @@ class ResidencyManager:
         Prefetched state is evicted if it and the pass may not both fit, and the pass is larger than any of its kind
         before it or the first of its kind in this phase.
         """
-        self._groups.forget()
+        self._make_way(kind, size)
         self.work.expect(kind, size)
+
+    def too_large_size(self, kind: PassKind, size: int) -> int:
+        """Return the smallest size of a pass that is expected to run out of memory; `sys.maxsize` if `size` is not.
+
+        Ask before announcing the pass. Prefetched state is evicted as by `expect_work`.
+        """
+        self._make_way(kind, size)
+        return self.work.too_large_size(kind, size)
+
+    def _make_way(self, kind: PassKind, size: int) -> None:
+        self._groups.forget()
         prefetcher = self._prefetcher
-        if not prefetcher.is_paused and self.work.is_too_tight(has_prefetched=prefetcher.has_brought):
+        if not prefetcher.is_paused and self.work.is_too_tight(kind, size, has_prefetched=prefetcher.has_brought):
             self.evict()
 
     def evict(self) -> int:

@@ -125,7 +125,7 @@ class Replay:
         reduce = {"probs_ratio_min": min, "probs_ratio_max": max, "learning_rate": lambda values: list(values)[-1]}
         found: Metrics = {name: reduce.get(name, fmean)([update[name] for update in updates]) for name in updates[0]}
         skipped = sum(not math.isfinite(update["grad_norm"]) for update in updates)
-        return found | agreement | {"skipped_updates": skipped}
+        return found | agreement | {"skipped_updates": skipped, "oom_splits": 0}
 
     def _agreement(self, rollouts: Sequence[Rollout], prev: Sequence[Tensor]) -> Metrics:
         """Errors of whole responses, and that those above the threshold were not trained on."""

@@ -72,6 +72,7 @@ class SftReplay:
             "grad_norm": float(torch.cat([gradient.flatten() for gradient in gradients]).double().norm()),
             "learning_rate": LEARNING_RATE,
             "skipped_updates": 0.0,
+            "oom_splits": 0.0,
             "num_tokens": num_tokens,
             "total_tokens": self._total_tokens,
             "max_sequence_tokens": max(map(len, rows)),

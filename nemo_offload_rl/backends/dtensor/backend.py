@@ -275,6 +275,10 @@ class DTensorBackend:
         else:
             self._layerwise.drop()
 
+    def make_room(self) -> bool:
+        """With `cpu_offload`, let fewer micro-batches pass through the parts together."""
+        return self._layerwise is not None and self._layerwise.make_room()
+
     def optim_step(self, streamed: Iterable[str] = ()) -> StepResult:
         """Clip, update and drop the gradients; skip the update if their norm is not finite."""
         known = {} if self._layerwise is None else self._layerwise.norms

@@ -15,8 +15,6 @@ micro-batch. So E's backward computes the output layer again, for both gradients
 
 from __future__ import annotations
 
-import gc
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -38,9 +36,7 @@ from nemo_offload_rl.data.batch import TokenBatch
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.models.families import dropout_rates
 from nemo_offload_rl.protocols.scoring import Reader
-from nemo_offload_rl.residency import DeviceOutOfMemoryError, PassingParts
-
-logger = logging.getLogger(__name__)
+from nemo_offload_rl.residency import PassingParts
 
 _ON_DEVICE = 4  # layer inputs on the device if they are offloaded: the first, last, present and next one
 
@@ -128,11 +124,23 @@ class LayerwisePasses:
 
     # -- passes
 
+    @torch.no_grad()
     def read[Batch: TokenBatch](
         self, micro_batches: Sequence[Batch], reader_of: ReaderOf[Batch]
     ) -> list[tuple[Any, Batch]]:
         """Return for each micro-batch its reader's result, [B, S, ...], and the micro-batch on the device."""
-        return self._in_groups(lambda: self._read(micro_batches, reader_of))
+        found: list[tuple[Any, Batch]] = []
+        self._sizes.begin(self._most_tokens(micro_batches), trains=False)
+        with self._passing.charged(), self._ready():
+            while len(found) < len(micro_batches):
+                group = self._embed(micro_batches[len(found) :])
+                self._forward(group, keeps_inputs=False)
+                has_more = len(found) + len(group) < len(micro_batches)
+                with self._present(self._output, 0 if has_more and not self._is_tied else None):
+                    for it in group:
+                        found.append((self._scores(it, it.hidden, reader_of(it.batch)), it.batch))
+                self._sizes.learn()
+        return found
 
     def train[Batch: TokenBatch](
         self,
@@ -149,68 +157,33 @@ class LayerwisePasses:
             loss_of: See `LossOf`.
             before_micro_batch: Called with the index of each micro-batch before its last computation.
         """
+        self.norms = {}
+        found: list[tuple[Tensor, dict[str, Tensor]]] = []
+        self._sizes.begin(self._most_tokens(micro_batches), trains=True)
+        with self._passing.charged(), self._ready():
+            while (num_done := len(found)) < len(micro_batches):
+                waiting = micro_batches[num_done:]
+                if self._activations is not None:
+                    waiting = waiting[:1]  # host memory holds the layer inputs of one micro-batch
+                group = self._embed(waiting)
+                is_last = num_done + len(group) == len(micro_batches)
+                self._forward(group, keeps_inputs=True)
+                found += self._backward_of_output(group, reader_of, loss_of, measures=is_last)
+                self._backward_of_layers(group, measures=is_last)
+                places = range(num_done, len(found))
+                self._backward_of_embedding(group, reader_of, places, before_micro_batch, measures=is_last)
+                self._sizes.learn()
+        return found
 
-        def run() -> list[tuple[Tensor, dict[str, Tensor]]]:
-            self.norms = {}
-            found: list[tuple[Tensor, dict[str, Tensor]]] = []
-            self._sizes.begin(self._most_tokens(micro_batches), trains=True)
-            with self._passing.charged(), self._ready():
-                while (num_done := len(found)) < len(micro_batches):
-                    waiting = micro_batches[num_done:]
-                    if self._activations is not None:
-                        waiting = waiting[:1]  # host memory holds the layer inputs of one micro-batch
-                    group = self._embed(waiting)
-                    is_last = num_done + len(group) == len(micro_batches)
-                    self._forward(group, keeps_inputs=True)
-                    found += self._backward_of_output(group, reader_of, loss_of, measures=is_last)
-                    self._backward_of_layers(group, measures=is_last)
-                    places = range(num_done, len(found))
-                    self._backward_of_embedding(group, reader_of, places, before_micro_batch, measures=is_last)
-                    self._sizes.learn()
-            return found
-
-        return self._in_groups(run, after_failure=self.drop)
+    def make_room(self) -> bool:
+        """See `GroupSizes.shrink`."""
+        return self._sizes.shrink()
 
     def drop(self) -> None:
         """Drop gradients and gathered parameters."""
         self._passing.drop_gradients()
         self._built.drop_grads()
         self.norms = {}
-
-    def _in_groups[Result](self, run: Callable[[], Result], after_failure: Callable[[], None] | None = None) -> Result:
-        """Run a pass; if memory runs out, run it again with smaller groups of micro-batches."""
-        while True:
-            try:
-                return run()
-            except (torch.OutOfMemoryError, DeviceOutOfMemoryError) as error:
-                if not self._sizes.shrink():
-                    raise
-                logger.info(
-                    "Out of memory (%s); repeating the pass with smaller groups of micro-batches.",
-                    str(error).split("\n")[0][:200],
-                )
-            # Outside of the handler, where the error's traceback no longer holds the failed pass's tensors.
-            gc.collect()
-            self._built.reshard()
-            if after_failure is not None:
-                after_failure()
-
-    @torch.no_grad()
-    def _read[Batch: TokenBatch](
-        self, micro_batches: Sequence[Batch], reader_of: ReaderOf[Batch]
-    ) -> list[tuple[Any, Batch]]:
-        found: list[tuple[Any, Batch]] = []
-        self._sizes.begin(self._most_tokens(micro_batches), trains=False)
-        with self._passing.charged(), self._ready():
-            while len(found) < len(micro_batches):
-                group = self._embed(micro_batches[len(found) :])
-                self._forward(group, keeps_inputs=False)
-                has_more = len(found) + len(group) < len(micro_batches)
-                with self._present(self._output, 0 if has_more and not self._is_tied else None):
-                    for it in group:
-                        found.append((self._scores(it, it.hidden, reader_of(it.batch)), it.batch))
-                self._sizes.learn()
-        return found
 
     # -- groups
 

@@ -204,6 +204,10 @@ class MegatronBackend:
         self._optimizer.zero_grad()
         self._model.biases.forget()
 
+    def make_room(self) -> bool:
+        """Return False: passes of this backend keep nothing that they could do without."""
+        return False
+
     def optim_step(self, streamed: Iterable[str] = ()) -> StepResult:
         """Clip the gradients, update the parameters and zero the gradients; no update if the norm is not finite."""
         learning_rate = float(self._optimizer.param_groups[0]["lr"])

@@ -7,6 +7,8 @@ took the latter, the allocator would give all of its cache back and ask the CUDA
 
 from __future__ import annotations
 
+import sys
+from bisect import bisect_right
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -22,7 +24,7 @@ NO_ESTIMATES: Mapping[PassKind, PassNeed] = MappingProxyType({})
 class WorkMemory:
     """Learns how much device memory the work of each phase needs in addition to the state groups.
 
-    `is_known`, `room_bytes`, `is_too_tight` and `needed_bytes` answer. The other methods record what happens.
+    The methods under "answers" change nothing. Those under "events" record what happens.
 
     Args:
         device: Device whose peaks are read. If it has none, the work counts as needing nothing.
@@ -52,20 +54,30 @@ class WorkMemory:
         """Memory that the work of these known phases leaves free; negative if one needs more."""
         return self._device.room_bytes(int(MARGIN * max(map(self._expected_bytes, phases)))) - RESERVE_BYTES
 
-    def is_too_tight(self, *, has_prefetched: bool) -> bool:
-        """Tell whether the present pass may need more than is free.
+    def is_too_tight(self, kind: PassKind, size: int, *, has_prefetched: bool) -> bool:
+        """Tell whether a pass in the present phase may need more than is free.
 
         A pass no larger than others of its kind does not. A pass of an unseen kind may if state was prefetched and its
         estimate, with a margin, is more than is free, or if there is no estimate.
         """
-        if self._phase is None or self._kind is None:
-            return has_prefetched
-        need = self._seen.get(self._phase, {}).get(self._kind)
+        need = self._seen.get(self._phase, {}).get(kind) if self._phase is not None else None
         if need is not None:
-            return self._size > need.most_tokens and self._device.free_bytes() < need.expected_bytes(self._size)
-        need = self._new_need(self._kind)
-        is_short = not need.is_known or self._device.free_bytes() < need.expected_with_margin(self._size)
+            return size > need.most_tokens and self._device.free_bytes() < need.expected_bytes(size)
+        need = self._new_need(kind)
+        is_short = not need.is_known or self._device.free_bytes() < need.expected_with_margin(size)
         return has_prefetched and is_short
+
+    def too_large_size(self, kind: PassKind, size: int) -> int:
+        """Return the smallest size of a pass, up to `size`, that is expected to need more than is free.
+
+        `sys.maxsize` if there is none. Sizes that were seen are never too large.
+        """
+        need = self._seen.get(self._phase, {}).get(kind) if self._phase is not None else None
+        need = need or self._new_need(kind)
+        if not need.is_known or size <= need.most_tokens:
+            return sys.maxsize
+        found = bisect_right(range(size + 1), self._device.free_bytes(), key=need.expected_bytes)
+        return sys.maxsize if found > size else max(found, need.most_tokens + 1)
 
     def needed_bytes(self, phase: Phase) -> int:
         """Most memory that a phase's work has taken in addition to state; 0 before the phase has been seen once."""

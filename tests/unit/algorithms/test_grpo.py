@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from documented_metrics import documented, without_match
 from grpo_replay import Replay, read_rollouts
 from local_grpo import (
@@ -25,6 +26,7 @@ from tiny_models import save_model_folder
 
 from nemo_offload_rl.algorithms.metric_names import grpo_names
 from nemo_offload_rl.algorithms.metrics import IdleSteps
+from nemo_offload_rl.backends.dtensor.model import LogprobModel
 from nemo_offload_rl.environments.interfaces import Unscored
 from nemo_offload_rl.errors import AgreementError, CheckpointError, ConfigError, DataError
 
@@ -193,6 +195,17 @@ def test_an_engine_of_another_model_ends_the_run_in_one_line_and_the_step_is_sav
     assert (tmp_path / "checkpoints" / "step_3").is_dir()
 
 
+def with_room_for_two_rows(forward):
+    """A model's forward pass on a device whose memory runs out in larger micro-batches."""
+
+    def limited(model, input_ids_BS, *args):
+        if len(input_ids_BS) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(model, input_ids_BS, *args)
+
+    return limited
+
+
 @pytest.mark.parametrize(
     "keys",
     [
@@ -223,7 +236,12 @@ def test_an_engine_of_another_model_ends_the_run_in_one_line_and_the_step_is_sav
         "REINFORCE++ and CISPO", "Dr. GRPO without a ratio", "rollouts of older weights",
     ],
 )  # fmt: skip
-def test_every_metric_is_what_plain_code_computes_from_the_rollouts_and_every_one_is_documented(tmp_path, model, keys):
+def test_every_metric_is_what_plain_code_computes_from_the_rollouts_and_every_one_is_documented(
+    tmp_path, model, keys, monkeypatch
+):
+    runs_out = not keys
+    if runs_out:
+        monkeypatch.setattr(LogprobModel, "forward", with_room_for_two_rows(LogprobModel.forward))
     kinds = [MIXED, NEVER, LATE, BROKEN] * 3
     run = local_grpo(
         tmp_path, model, kinds, *keys, "grpo.max_num_steps=3", "grpo.log_rollouts=true", "grpo.val_period=3",
@@ -239,6 +257,8 @@ def test_every_metric_is_what_plain_code_computes_from_the_rollouts_and_every_on
         expected = replay.step(dumped[step], record)
         measured = {name.removeprefix("train/"): value for name, value in record.items() if name.startswith("train/")}
         assert measured.keys() == expected.keys()
+        assert (measured["oom_splits"] >= 4) is runs_out  # two micro-batches of logprobs and two of training
+        expected["oom_splits"] = measured["oom_splits"]
         assert measured == pytest.approx(expected, rel=2e-3, abs=1e-4)
     validation = {
         name.removeprefix("validation/"): value for name, value in records[3].items() if "validation/" in name

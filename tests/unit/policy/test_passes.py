@@ -1,9 +1,9 @@
 """What comes to the device early takes no memory that a pass turns out to need."""
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain, pairwise
 
 import pytest
 import torch
@@ -12,6 +12,8 @@ from policy_cases import (
     NLL,
     BatchingConfig,
     assert_equal,
+    cycle,
+    forward_hook_on_layer,
     full_optimizer,
     full_params,
     has_grads,
@@ -25,7 +27,7 @@ from nemo_offload_rl.data.batch import TokenBatch
 from nemo_offload_rl.errors import UserError
 from nemo_offload_rl.policy import passes as passes_module
 from nemo_offload_rl.policy import worker as worker_module
-from nemo_offload_rl.policy.passes import Passes, TrainingPace
+from nemo_offload_rl.policy.passes import MicroBatches, Passes, TrainingPace
 from nemo_offload_rl.residency import (
     DeviceOutOfMemoryError,
     PassKind,
@@ -38,6 +40,7 @@ from nemo_offload_rl.residency import (
 )
 from nemo_offload_rl.residency.streams import work_memory
 
+RECOMPUTED = {"activation_checkpointing": True}
 PACKED = BatchingConfig(enabled=True, train_mb_tokens=128, logprob_mb_tokens=128, sequence_length_round=1)
 
 
@@ -88,10 +91,15 @@ def passes_of(manager: ResidencyManager, *, is_alone: bool = True, **changes: ob
     return Passes(make_settings("a-model", **changes), manager, is_alone=is_alone)
 
 
-def run_pass(passes: Passes, kind: PassKind, micro_batches: list[TokenBatch], run: Callable[[], object]) -> None:
-    for attempt in passes.attempts(kind, micro_batches):
+def run_pass(
+    passes: Passes, kind: PassKind, lengths: Sequence[Sequence[int]], run: Callable[[MicroBatches], object]
+) -> None:
+    """Run a pass over micro-batches of rows of these lengths."""
+    ends = list(accumulate(map(len, lengths), initial=0))
+    rows = [list(range(*pair)) for pair in pairwise(ends)]
+    for attempt in passes.attempts(kind, rows_of(*chain(*lengths)), rows):
         with attempt:
-            run()
+            run(attempt.micro_batches)
 
 
 @pytest.mark.parametrize("is_alone", [True, False], ids=["one rank", "several ranks"])
@@ -103,12 +111,12 @@ def test_a_larger_pass_than_those_before_finds_the_room_that_it_has_without_pref
     passes = passes_of(manager, is_alone=is_alone)
     ran = []
 
-    def run():
+    def run(_micro_batches):
         device.run_pass(40 if len(ran) < 2 else 100)
         ran.append(manager.location("optimizer"))
 
     def attempt(num_bytes: int) -> None:
-        run_pass(passes, PassKind.LOGPROBS, [rows_of(num_bytes if is_announced else 1)], run)
+        run_pass(passes, PassKind.LOGPROBS, [[num_bytes if is_announced else 1]], run)
 
     for num_bytes in (40, 40):
         next_logprobs(manager)
@@ -135,14 +143,14 @@ def test_a_pass_that_fits_nowhere_is_tried_twice_and_once_where_nothing_could_le
     manager, device, _ = make_manager(160, monkeypatch)
     tries = []
 
-    def run():
+    def run(_micro_batches):
         tries.append(1)
         device.run_pass(130)
 
     manager.enter(Phase.TRAINING)
     for num_tries in (2, 3):
         with pytest.raises(UserError, match="for a pass"):
-            run_pass(passes_of(manager), PassKind.TRAINING, [rows_of(1)], run)
+            run_pass(passes_of(manager), PassKind.TRAINING, [[1]], run)
         assert len(tries) == num_tries
 
 
@@ -156,11 +164,11 @@ def test_a_pass_without_room_ends_with_its_phase_its_tokens_what_was_held_and_th
         held = "params 40.00 GiB on it (130 bytes for a pass, 120"
     passes = passes_of(manager, is_alone=is_alone, logprob_chunk_size=None)
     with pytest.raises(UserError) as raised:
-        run_pass(passes, PassKind.REFERENCE, [rows_of(5, 3), rows_of(7, 1)], lambda: device.run_pass(130))
+        run_pass(passes, PassKind.REFERENCE, [[5], [7]], lambda batches: device.run_pass(130 if batches[1] else 0))
     assert str(raised.value) == (
-        "out of memory on the device in phase lp_inference, in a reference logprobs pass over micro-batches of up to "
-        f"14 tokens, with {held} are free); lower policy.logprob_batch_size, or set policy.logprob_chunk_size=1024, "
-        "or lower policy.max_total_sequence_length"
+        "out of memory on the device in phase lp_inference, in a reference logprobs pass over row 1 of 2 (7 tokens) "
+        f"alone, with {held} are free); set policy.logprob_chunk_size=1024, or lower policy.max_total_sequence_length, "
+        "or use more GPUs"
     )
 
 
@@ -169,6 +177,7 @@ def test_a_pass_without_room_ends_with_its_phase_its_tokens_what_was_held_and_th
     [
         (PassKind.TRAINING, (5, 5), {}, "lower policy.train_micro_batch_size, or set policy.dtensor_cfg.activation_ch"),
         (PassKind.TRAINING, (5,), {}, "set policy.dtensor_cfg.activation_checkpointing=true, or set policy.dtensor_"),
+        (PassKind.TRAINING, (5,), RECOMPUTED, "set policy.dtensor_cfg.activation_offload=true, or set policy.dtensor_"),
         (PassKind.EVALUATION, (5, 5), {}, "lower policy.train_micro_batch_size, or lower policy.max_total_sequence_le"),
         (PassKind.TEACHER, (5, 5), {}, "lower teacher.logprob_batch_size, or lower policy.max_total_sequence_length"),
         (PassKind.LOGPROBS, (5, 5), {"sequence_packing": PACKED}, "lower policy.sequence_packing.logprob_mb_tokens, "),
@@ -180,9 +189,9 @@ def test_what_is_advised_against_a_lack_of_memory_is_about_that_kind_of_pass(
 ):
     manager, device, _ = make_manager(160, monkeypatch)
     manager.enter(Phase.LP_INFERENCE)
-    passes = passes_of(manager, logprob_chunk_size=64, **changes)
+    passes = passes_of(manager, is_alone=False, logprob_chunk_size=64, **changes)
     with pytest.raises(UserError) as raised:
-        run_pass(passes, kind, [rows_of(*lengths)], lambda: device.run_pass(1000))
+        run_pass(passes, kind, [lengths], lambda _: device.run_pass(1000))
     assert f"are free); {advice}" in str(raised.value)
 
 
@@ -190,10 +199,9 @@ def test_a_pass_over_packed_rows_is_as_large_as_their_real_tokens(monkeypatch):
     manager, device, _ = make_manager(160, monkeypatch)
     passes = passes_of(manager, is_alone=False, sequence_packing=PACKED)
     # 128 cells with padding, of which 30 are real; then 100 cells, all of them real.
-    for batch in (rows_of(16, *[2] * 7), rows_of(16, *[2] * 7), rows_of(50, 50)):
+    for lengths in ([16, *[2] * 7], [16, *[2] * 7], [50, 50]):
         next_logprobs(manager)
-        num_tokens = int(batch.input_lengths.sum())
-        run_pass(passes, PassKind.LOGPROBS, [batch], partial(device.run_pass, num_tokens))
+        run_pass(passes, PassKind.LOGPROBS, [lengths], lambda rows: device.run_pass(rows[0].num_tokens(packed=True)))
         places = manager.location("optimizer")
     assert places is Placement.HOST  # it made way
 
@@ -226,6 +234,122 @@ def test_states_come_during_the_first_micro_batch_or_the_second_of_many(
         manager.enter(Phase.GENERATION)
     assert Placement.DEVICE not in steps[0]  # what the step takes is not known yet
     assert steps[1].index(Placement.DEVICE) == first_with_states
+
+
+@pytest.mark.parametrize("rows_per_group", [1, 2], ids=["rows", "pairs"])
+def test_a_micro_batch_that_does_not_fit_is_cut_until_it_does_and_later_ones_before_their_pass(
+    monkeypatch, caplog, rows_per_group
+):
+    monkeypatch.setattr(TokenBatch, "rows_per_group", rows_per_group)
+    manager, device, _ = make_manager(160, monkeypatch)
+    passes, sizes = passes_of(manager, logprob_chunk_size=8), []
+    manager.enter(Phase.LP_INFERENCE)
+
+    def run(micro_batches):
+        sizes.append([])
+        for micro_batch in micro_batches:
+            sizes[-1].append(len(micro_batch))
+            device.run_pass(micro_batch.input_ids.numel())
+
+    lengths = [[10] * 4, [30] * 8, [50] * 2, [10] * 2]  # 120 are free without the optimizer
+    with caplog.at_level(logging.WARNING):
+        run_pass(passes, PassKind.LOGPROBS, lengths, run)
+    assert sizes == [[4, 8], [4, 8], [4, 4, 4, 2, 2]]
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2 and told[0].startswith("out of memory in a pass of phase lp_inference")
+    assert "its micro-batch of 8 rows and 240 tokens cut in two, and later ones of 216 tokens or more" in told[1]
+    assert told[1].endswith("lower policy.logprob_batch_size, or lower policy.max_total_sequence_length")
+    run_pass(passes, PassKind.LOGPROBS, [[27] * 8, [26] * 4], run)
+    assert sizes[3:] == [[4, 4, 4]] and passes.num_splits == 2
+    # The size of one kind of pass says nothing about another.
+    with pytest.raises(UserError, match=r"over row 0 of .* \(200 tokens\)"):
+        run_pass(passes, PassKind.REFERENCE, [[200] * rows_per_group, [1] * rows_per_group], run)
+
+
+def test_several_ranks_cut_a_pass_that_is_expected_not_to_fit(monkeypatch, caplog):
+    manager, device, _ = make_manager(160, monkeypatch)
+    passes, sizes = passes_of(manager, is_alone=False), []
+
+    def run(micro_batches):
+        sizes.append([len(micro_batch) for micro_batch in micro_batches])
+        device.run_pass(max(micro_batch.input_ids.numel() for micro_batch in micro_batches))
+
+    for lengths in ([[10] * 4], [[40] * 4, [10]], [[40] * 4, [10]], [[60] * 2]):
+        next_logprobs(manager)
+        run_pass(passes, PassKind.LOGPROBS, lengths, run)
+    assert sizes == [[4], [2, 2, 1], [2, 2, 1], [2]] and passes.num_splits == 2
+    told = [record.getMessage() for record in caplog.records]
+    assert (
+        len(told) == 1
+        and "those of 121 tokens or more are cut in two; to save that time, lower policy.logprob_batch" in told[0]
+    )
+
+
+@dataclass
+class RoomFor:
+    """A hook on a decoder layer that lets no more than so many tokens through it, backward or forward."""
+
+    num_tokens: int
+    hidden_size: int
+    num_failures: int = 0
+
+    def __call__(self, _layer, _inputs, output):
+        hidden = output[0] if isinstance(output, tuple) else output
+        if hidden.numel() <= self.num_tokens * self.hidden_size:
+            return
+        if hidden.requires_grad:
+            hidden.register_hook(self.fail)
+        elif not torch.is_grad_enabled():
+            self.fail(hidden)
+
+    def fail(self, _):
+        self.num_failures += 1
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+
+
+def of_two_rows(form):
+    """Settings for micro-batches of two rows of 14 tokens, and for those of more."""
+    if form == "packed":
+        sizes = (28, 112)
+        return [{"sequence_packing": replace(PACKED, train_mb_tokens=it, logprob_mb_tokens=it)} for it in sizes]
+    changes = {"cpu_offload": True, **RECOMPUTED} if form == "by parts" else {}
+    return [{"train_micro_batch_size": it, "logprob_batch_size": it, **changes} for it in (2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "form"),
+    [("dtensor", "padded"), ("dtensor", "packed"), ("dtensor", "by parts"), ("megatron", "padded")],
+)
+def test_a_run_whose_micro_batches_do_not_fit_is_bit_by_bit_the_run_with_smaller_ones(make_worker, folders, form):
+    folder, model = folders("qwen3-tied")
+    small, large = of_two_rows(form)
+    batches = [replace(make_batch(seed=seed), input_lengths=torch.full((8,), 14)) for seed in range(3)]
+
+    def steps(worker, room=None):
+        found, num_failures, num_splits = [], [], []
+        worker.prepare_for_training()
+        for batch in batches:
+            cycle(worker, batch)
+            found += [worker.get_logprobs(batch), worker.evaluate(batch, NLL())]
+            result = worker.train(batch, NLL())
+            found.append(replace(result, oom_splits=0))
+            num_splits.append(result.oom_splits)
+            num_failures.append(room.num_failures if room else 0)
+        assert not has_grads(worker)
+        return found, num_failures, num_splits, full_params(worker), full_optimizer(worker)
+
+    with make_worker(folder, **small) as worker:
+        expected, _, none, *state = steps(worker)
+    with make_worker(folder, **large) as worker:
+        hook = forward_hook_on_layer(worker, 0, room := RoomFor(28, model.config.hidden_size))
+        results, num_failures, num_splits, *state_after = steps(worker, room)
+        hook.remove()
+    assert none == [0] * 3 and all(num_splits)
+    assert 0 < num_failures[0] == num_failures[2]  # what was too large is remembered
+    for left, right in zip(results, expected, strict=True):
+        assert torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
+    assert_equal(state_after[0], state[0])
+    assert_equal(state_after[1], state[1])
 
 
 @dataclass

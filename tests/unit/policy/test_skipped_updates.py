@@ -147,7 +147,7 @@ def test_a_skipped_update_is_counted_and_is_in_no_mean():
     one_skipped = TrainResult(
         [1.0, nan, 2.0], [1.0, nan, 3.0], [0.1] * 3, {"kl": [0.0, nan, 1.0]}, [False, True, False]
     )
-    expected = {"loss": 1.5, "grad_norm": 2.0, "kl": 0.5, "learning_rate": 0.1, "skipped_updates": 1.0}
+    expected = {"loss": 1.5, "grad_norm": 2.0, "kl": 0.5, "learning_rate": 0.1, "skipped_updates": 1.0, "oom_splits": 0}
     assert update_metrics(one_skipped) == expected
     all_skipped = update_metrics(TrainResult([nan], [nan], [0.1], {"kl": [0.5]}, [True]))
     assert all_skipped["skipped_updates"] == 1.0 and all_skipped["kl"] == 0.5 and math.isnan(all_skipped["loss"])

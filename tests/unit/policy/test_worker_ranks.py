@@ -4,6 +4,7 @@ Starting processes costs seconds, so each `check_*` runs in one set of them and 
 """
 
 import shutil
+import sys
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -98,6 +99,25 @@ def check_data_parallel(process, root, cgroup, fallback):
     equals_hugging_face(process, f"{root}/llama-tied", sequence_packing=dynamic, sparse=True)
     equals_hugging_face(process, f"{root}/qwen3-tied", activation_checkpointing=True, sparse=True)
     goes_on_bit_by_bit(process, f"{root}/qwen3-tied")
+    small_micro_batches_on_one_rank_are_small_on_all(process, f"{root}/qwen3-tied")
+
+
+def small_micro_batches_on_one_rank_are_small_on_all(process, folder):
+    """A rank expects that its pass does not fit. All ranks cut theirs, the others into more, and get equally many."""
+    batch = make_batch()
+    batch = replace(batch, input_lengths=torch.tensor([14] * 4 + [12] * 4))
+
+    def results(size, too_large=sys.maxsize):
+        with make_worker(process, folder, train_micro_batch_size=size, logprob_batch_size=size) as worker:
+            worker.residency.too_large_size = lambda _kind, _size: too_large if process.rank else sys.maxsize
+            worker.prepare_for_training()
+            mine = shard(batch, worker)
+            return worker.get_logprobs(mine), worker.train(mine, NLL()), full_params(worker)
+
+    expected, found = results(size=1), results(size=4, too_large=25)
+    assert torch.equal(found[0], expected[0])
+    assert found[1] == replace(expected[1], oom_splits=2 if process.rank else 6)
+    assert_equal(found[2], expected[2])
 
 
 def host_memory_is_settled_together(process, folder, cgroup, fallback):
