@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +21,19 @@ from nemo_offload_rl.data.prompts import (
     with_system_prompt,
 )
 from nemo_offload_rl.data.published import load_published_conversations, load_published_pairs, load_questions
-from nemo_offload_rl.data.records import Conversation, Example, ExamplePair, Part, PreferencePair, Prompt, Row, Splits
+from nemo_offload_rl.data.records import (
+    Conversation,
+    Example,
+    ExamplePair,
+    Part,
+    PreferencePair,
+    Prompt,
+    Row,
+    Splits,
+    accepted,
+)
 from nemo_offload_rl.data.rows import load_conversations, load_pairs, load_responses
+from nemo_offload_rl.data.tokenizer import LostCharacters
 from nemo_offload_rl.errors import DataError
 from nemo_offload_rl.keys.data import (
     ArithmeticConfig,
@@ -87,7 +98,7 @@ def load_prompts(
         )
         return load_rows(source, bad), encoder.prompt
 
-    return _load_splits(settings, load)
+    return _load_splits(settings, tokenizer, load)
 
 
 def load_examples(
@@ -106,7 +117,7 @@ def load_examples(
 
         return _conversations(source, bad), encode
 
-    return _load_splits(settings, load)
+    return _load_splits(settings, tokenizer, load)
 
 
 def load_example_pairs(
@@ -133,11 +144,13 @@ def load_example_pairs(
             return load_published_pairs(source, bad), encode
         return load_pairs(source, bad), encode
 
-    return _load_splits(settings, load)
+    return _load_splits(settings, tokenizer, load)
 
 
 def _load_splits[R: (Row, Conversation, PreferencePair), T: (Prompt, Example, ExamplePair)](
-    settings: DataSettings, load: Callable[[DataSource, str, BadRows], tuple[Splits[R], Encode[R, T]]]
+    settings: DataSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    load: Callable[[DataSource, str, BadRows], tuple[Splits[R], Encode[R, T]]],
 ) -> Splits[T]:
     """Load and encode every data set.
 
@@ -146,6 +159,7 @@ def _load_splits[R: (Row, Conversation, PreferencePair), T: (Prompt, Example, Ex
 
     Args:
         settings: The keys `data.*`.
+        tokenizer: The one that encodes; characters that it loses are warned of.
         load: From a data set and its name to its rows and the function that encodes one; the last argument decides
             about unusable rows.
     """
@@ -156,12 +170,17 @@ def _load_splits[R: (Row, Conversation, PreferencePair), T: (Prompt, Example, Ex
     training = None if isinstance(settings, EvalDataConfig) else settings.train
     sources = () if training is None else _parts(training)
     more = () if settings.validation is None else _parts(settings.validation)
-    names = iter(data_set_names([source for source, _ in (*sources, *more)]))
+    names, characters = iter(data_set_names([source for source, _ in (*sources, *more)])), LostCharacters(tokenizer)
+
+    def look(row: R, one: T) -> None:
+        for text in _texts(row, one):
+            characters.look(text, row.origin)
+
     for source, weight in sources:
         name, bad = next(names), BadRows(settings.bad_rows)
         rows, encode = load(source, name, bad)
-        encoded, overlong[name] = _within_limit(settings, name, rows.train, encode, bad)
-        kept_aside, _ = _within_limit(settings, name, rows.validation, encode, bad)
+        encoded, overlong[name] = _within_limit(settings, name, rows.train, encode, bad, look)
+        kept_aside, _ = _within_limit(settings, name, rows.validation, encode, bad, look)
         bad.tell(name, len(encoded) + len(kept_aside))
         if not encoded:
             raise DataError(
@@ -176,10 +195,11 @@ def _load_splits[R: (Row, Conversation, PreferencePair), T: (Prompt, Example, Ex
         # Made-up problems: only those that training never sees. Any other data set: all rows.
         is_made_up = isinstance(source, ArithmeticConfig)
         held_out = rows.validation if is_made_up else (*rows.train, *rows.validation)
-        validation.append(_within_limit(settings, name, held_out, encode, bad)[0])
+        validation.append(_within_limit(settings, name, held_out, encode, bad, look)[0])
         bad.tell(name, len(validation[-1]))
         if not validation[-1]:
             raise DataError(f"data.validation has no rows{_where(source)}; add rows, or set data.validation to null")
+    characters.tell()
     parts = tuple(Part(len(rows), weight) for rows, weight in zip(train, weights, strict=True))
     return Splits(
         train=tuple(row for rows in train for row in rows),
@@ -190,9 +210,16 @@ def _load_splits[R: (Row, Conversation, PreferencePair), T: (Prompt, Example, Ex
 
 
 def _within_limit[R: (Row, Conversation, PreferencePair), T: (Prompt, Example, ExamplePair)](
-    settings: DataSettings, data_set: str, rows: Sequence[R], encode: Encode[R, T], bad: BadRows
+    settings: DataSettings,
+    data_set: str,
+    rows: Sequence[R],
+    encode: Encode[R, T],
+    bad: BadRows,
+    look: Callable[[R, T], None],
 ) -> tuple[tuple[T, ...], int]:
     """Encode rows; refuse, mask or leave out the too long ones, as `data.overlong_rows` says, with a warning.
+
+    Each encoded row is shown to `look`.
 
     Returns:
         The rows, and how many were too long.
@@ -210,6 +237,7 @@ def _within_limit[R: (Row, Conversation, PreferencePair), T: (Prompt, Example, E
                     "raise the limit, take the row out, or set data.overlong_rows=drop or mask"
                 )
             one = one.masked(limit)
+        look(row, one)
         encoded[id(row)] = one
     usable = [row for row in rows if id(row) in encoded]
     overlong = [row.origin for row in usable if not encoded[id(row)].loss_multiplier]
@@ -226,6 +254,16 @@ def _within_limit[R: (Row, Conversation, PreferencePair), T: (Prompt, Example, E
         )  # fmt: skip
     found = (encoded[id(row)] for row in usable)
     return tuple(one for one in found if one.loss_multiplier or way != "drop"), len(overlong)
+
+
+def _texts(row: Row | Conversation | PreferencePair, one: Prompt | Example | ExamplePair) -> Iterator[str]:
+    """Yield the texts of a row that the model reads or should write."""
+    if isinstance(row, Row):
+        assert isinstance(one, Prompt)
+        yield from (one.text, *accepted(row.answer))
+        return
+    messages = row.messages if isinstance(row, Conversation) else (*row.prompt, *row.chosen, *row.rejected)
+    yield from (content for message in messages if isinstance(content := message.get("content"), str))
 
 
 def _parts(source: DataSource | MixtureConfig) -> tuple[tuple[DataSource, float | None], ...]:

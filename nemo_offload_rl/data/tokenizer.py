@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,6 +17,10 @@ from nemo_offload_rl.keys.data import TokenizerConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+_NUM_TOLD = 20
 
 type Decode = Callable[[Sequence[int]], str]
 """Token ids to text."""
@@ -103,6 +109,50 @@ def check_token_ids(
             f"embeddings for {vocab_size} tokens (vocab_size in its config.json); set policy.tokenizer.name to the "
             f"model's own, or save the model with model.resize_token_embeddings({known})"
         )
+
+
+class LostCharacters:
+    """Characters of a run's texts that its tokenizer drops or replaces by the unknown token.
+
+    White space, case, accents and compatible forms of Unicode, which tokenizers may change, do not count.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._seen: set[str] = set()
+        self._lost: list[str] = []
+        self._origin = ""
+
+    def look(self, text: str, origin: str) -> None:
+        """Encode and decode a text that has characters which no earlier one had; `origin` says whose it is."""
+        new = set(text) - self._seen
+        if not new:
+            return
+        self._seen |= new
+        tokenizer: Any = self._tokenizer
+        others = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+        unknown = None if tokenizer.unk_token_id in others else tokenizer.unk_token_id
+        known = [token for token in tokenizer.encode(text, add_special_tokens=False) if token != unknown]
+        kept = set(_plain(tokenizer.decode(known, skip_special_tokens=False)))
+        if lost := sorted(one for one in new if not kept.issuperset(_plain(one))):
+            self._origin = self._origin or origin
+            self._lost += lost
+
+    def tell(self) -> None:
+        """Warn of the characters, if there are any."""
+        if self._lost:
+            more = f" and {len(self._lost) - _NUM_TOLD} more" if len(self._lost) > _NUM_TOLD else ""
+            logger.warning(
+                "the tokenizer %s loses characters of the data, which the model never sees: %s%s (first in %s); set "
+                "policy.tokenizer.name to one that knows them, or change the data",
+                self._tokenizer.name_or_path, " ".join(self._lost[:_NUM_TOLD]), more, self._origin,
+            )  # fmt: skip
+
+
+def _plain(text: str) -> str:
+    """Decompose a text, without marks, spaces, control characters and case; "▁" is SentencePiece's space."""
+    decomposed = unicodedata.normalize("NFKD", text.casefold())
+    return "".join(one for one in decomposed if one != "▁" and unicodedata.category(one)[0] not in "MZC")
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:

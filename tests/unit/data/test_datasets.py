@@ -1,9 +1,12 @@
 import json
+import re
 from copy import deepcopy
 from dataclasses import replace
 
 import pytest
 from tiny_models import EOS_TOKEN, make_tokenizer
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from nemo_offload_rl.data.batch import collate_examples, collate_pairs
 from nemo_offload_rl.data.datasets import load_example_pairs, load_examples, load_prompts
@@ -226,6 +229,15 @@ def test_a_prompt_longer_than_the_limit_is_masked_or_dropped_and_counted(tmp_pat
     assert "1 of 11 rows of d are longer than data.max_input_seq_length=11 tokens, first " in caplog.text
     with pytest.raises(DataError, match=r"and all others of d are longer than data\.max_input_seq_length=10 tokens"):
         load(source, max_input_seq_length=10, overlong_rows=overlong_rows)
+
+
+def test_characters_that_the_tokenizer_loses_are_told_with_file_and_line(tmp_path, caplog):
+    digits = Tokenizer(models.BPE(vocab={character: index for index, character in enumerate("0123?>")}, merges=[]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=digits, eos_token="?")
+    tokenizer.chat_template = TOKENIZER.chat_template
+    load_prompts(data_config(write_jsonl(tmp_path / "d.jsonl")), tokenizer, None)
+    (told,) = [message for message in caplog.messages if "loses characters" in message]
+    assert re.search(r"never sees: a h i s t w \(first in \S*d\.jsonl:1\)", told)
 
 
 def test_a_validation_set_of_its_own_is_used_whole_beside_what_the_training_data_keep(tmp_path):

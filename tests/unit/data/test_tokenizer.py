@@ -1,7 +1,9 @@
 import pytest
 from tiny_models import make_tokenizer
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from nemo_offload_rl.data.tokenizer import check_token_ids, load_tokenizer
+from nemo_offload_rl.data.tokenizer import LostCharacters, check_token_ids, load_tokenizer
 from nemo_offload_rl.errors import DataError
 from nemo_offload_rl.keys.data import TokenizerConfig
 
@@ -86,3 +88,28 @@ def test_tokens_that_the_model_has_no_embedding_for_are_refused_where_rows_have_
     tokenizer.pad_token = "<image>"
     with pytest.raises(DataError, match=rf"or save the model with model.resize_token_embeddings\({size + 1}\)"):
         check_token_ids(tokenizer, words, size)
+
+
+VOCABULARY = {"a": 0, "b": 1, "c": 2, " ": 3, "<unk>": 4}
+NORMALIZER = normalizers.Sequence([normalizers.NFKD(), normalizers.StripAccents(), normalizers.Lowercase()])
+
+
+@pytest.mark.parametrize(
+    ("kind", "lost"), [("dropped", "z 猫"), ("unknown", "z 猫"), ("bytes", None), ("unknown is the end", "z 猫")]
+)
+def test_characters_that_vanish_are_told_once_and_changes_of_form_are_not(caplog, kind, lost):
+    unknown = {"unk_token": "<unk>"} if kind.startswith("unknown") else {}
+    made = Tokenizer(models.BPE(vocab=VOCABULARY, merges=[], **unknown))
+    made.normalizer, made.decoder = NORMALIZER, decoders.Fuse()
+    if kind == "bytes":
+        letters = {letter: index for index, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}
+        made = Tokenizer(models.BPE(vocab=letters, merges=[]))
+        made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    end = {"eos_token": "<unk>"} if kind.endswith("end") else {}
+    characters = LostCharacters(PreTrainedTokenizerFast(tokenizer_object=made, **unknown, **end))
+    for text, origin in (("ABC \uff41", "d:1"), ("áb\tc z 猫 z", "d:2"), ("猫", "d:3")):
+        characters.look(text, origin)
+    characters.tell()
+    told = [message for message in caplog.messages if "loses characters" in message]
+    assert len(told) == (lost is not None)
+    assert lost is None or (f"never sees: {lost} (first in d:2)" in told[0])
