@@ -56,7 +56,7 @@ def default_of(kind: type, name: str) -> tuple[Any, ...]:
         default = entry.default_factory()
     if default is dataclasses.MISSING:
         return ()
-    if default is None and get_origin(get_type_hints(kind, include_extras=True)[name]) is not Annotated:
+    if default is None and get_origin(_hints(kind)[name]) is not Annotated:
         return ()
     return (list(cast("tuple[Any, ...]", default)) if isinstance(default, tuple) else default,)
 
@@ -128,9 +128,10 @@ def is_section(kind: Any) -> bool:
     return isinstance(kind, type) and dataclasses.is_dataclass(kind)
 
 
+@cache
 def keys_of(kind: type) -> dict[str, tuple[Any, bool]]:
     """Return for each key of a section the type that a file may write, with `Annotated`, and whether it is required."""
-    hints = get_type_hints(kind, include_extras=True)
+    hints = _hints(kind)
     fields = {field.name: field for field in dataclasses.fields(cast(Any, kind))}
     has_value = {name: field.default is not dataclasses.MISSING for name, field in fields.items()}
     is_required = {
@@ -215,6 +216,11 @@ def replace_key(node: Any, path: str, value: Any) -> Any:
 @cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
 
 
 def _if_written(hint: Any) -> Any:

@@ -30,7 +30,7 @@ LIMITS = {
     "imports upward": 0,
     "circles of modules": 0,
     "modules": 303,
-    "lines": 54211,
+    "lines": 54245,
     "modules under 60 lines with one importer": 0,
 }
 

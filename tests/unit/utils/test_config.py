@@ -15,7 +15,7 @@ from setuptools import find_namespace_packages
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.section import as_used, as_written
-from nemo_offload_rl.utils.config import _apply_override, load_config, nearest_key
+from nemo_offload_rl.utils.config import EXEMPLARS, _apply_override, _read_yaml, load_config, nearest_key
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -175,7 +175,15 @@ def test_a_duplicate_key_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_list_is_no_configuration(tmp_path: Path) -> None:
-    assert "is a mapping of sections" in message(write(tmp_path, "list.yaml", "- 1\n"))
+    for text in ("- 1\n", "[]", "1", "word"):
+        assert "is a mapping of sections" in message(write(tmp_path, "list.yaml", text))
+    assert load_config(write(tmp_path, "empty.yaml", "# nothing\n")) == {}
+
+
+def test_yaml_is_read_as_omegaconf_reads_it(tmp_path: Path) -> None:
+    kinds = "{a: [1e-8, 0x1f, 1_0, yes, 2001-01-01, ~, !!str 1], b: &b {c: .inf}, d: *b, e: {<<: *b, 1: '1'}}"
+    for path in (write(tmp_path, "kinds.yaml", kinds), *EXEMPLARS.glob("*.yaml")):
+        assert repr(_read_yaml(path)) == repr(OmegaConf.load(path))
 
 
 def test_an_unknown_reference_names_the_nearest_key(small: Path) -> None:
