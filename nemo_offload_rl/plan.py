@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,12 +24,15 @@ if TYPE_CHECKING:
     from nemo_offload_rl.config.rules.base import RuleSet
     from nemo_offload_rl.memory.account import Account, PhaseUse
     from nemo_offload_rl.memory.gpus import Gpu
+    from nemo_offload_rl.memory.search import Search, Trial
     from nemo_offload_rl.memory.seconds import StageSeconds, Work
     from nemo_offload_rl.memory.transfers import Copies, Stage
 
 _GIB = 2**30
 _FEWEST_PARAMETERS = 10_000  # smaller models are not worth a plan
 _NO_LIMIT_BYTES = 1 << 60  # main memory that nobody named
+# Share of a GPU that a proposal leaves free where passes are counted: by so much their needs were off at most.
+_MARGIN_SHARE = 0.03
 
 
 @dataclass(frozen=True)
@@ -164,12 +168,13 @@ class Plan:
             rows.append([str(stage), *cells])
         lines = _aligned(rows)
         if self.step_s is None:
-            return [*lines, f"seconds are not known: {self._why_no_seconds()}"]
+            return [*lines, f"seconds are not known: {self.why_no_seconds()}"]
         about = f"{self.work.num_sequences} sequences of {self.work.length} tokens"
         lines.append(f"{self.step_s:.1f} s a step of {about}; --tokens gives another mean length")
         return lines
 
-    def _why_no_seconds(self) -> str:
+    def why_no_seconds(self) -> str:
+        """Say what is missing to estimate seconds."""
         if self.target.gpu.rates is None:
             return "they need rates of the GPU, which --gpu has for known ones and --calibrate measures"
         return "policy.model_name is no local folder with a model's config.json"
@@ -257,16 +262,16 @@ def load_account(path: str | Path, overrides: Sequence[str], target: Target) -> 
     return account, rules
 
 
-def plan_run(path: str | Path, overrides: Sequence[str], target: Target) -> Plan:
-    """Plan a run on a machine; arguments and errors as in `load_account`."""
+def plan_run(path: str | Path, overrides: Sequence[str], target: Target) -> tuple[Plan, RuleSet[Any]]:
+    """Plan a run on a machine; arguments, errors and the rules as in `load_account`."""
     account, rules = load_account(path, overrides, target)
-    return plan_of(account, target, rules)
+    return plan_of(account, target, rules), rules
 
 
 def plan_of(account: Account, target: Target, rules: RuleSet[Any]) -> Plan:
     """Plan the run of an account."""
     from nemo_offload_rl.config.rules import broken
-    from nemo_offload_rl.memory.host_plan import host_bytes_by_owner, render_host_plan
+    from nemo_offload_rl.memory.host_plan import render_host_plan
     from nemo_offload_rl.memory.seconds import step_seconds, work_of
     from nemo_offload_rl.memory.transfers import copies_of_step
 
@@ -276,7 +281,7 @@ def plan_of(account: Account, target: Target, rules: RuleSet[Any]) -> Plan:
         account=account,
         target=target,
         phases=account.phases,
-        owners=host_bytes_by_owner(account.need, "cuda", workers),
+        owners=_owners(account, workers),
         copies=copies_of_step(account),
         work=work,
         seconds=None if rates is None else step_seconds(account, rates, work),
@@ -285,6 +290,76 @@ def plan_of(account: Account, target: Target, rules: RuleSet[Any]) -> Plan:
         host_line=render_host_plan(account.need, "cuda", workers),
         problems=tuple(broken(rules.memory, account)),
     )
+
+
+def _owners(account: Account, workers: int) -> dict[str, int]:
+    from nemo_offload_rl.memory.host_plan import host_bytes_by_owner
+
+    return host_bytes_by_owner(account.need, "cuda", workers)
+
+
+def search_of(plan: Plan, rules: RuleSet[Any]) -> Search:
+    """Search for other values of the keys of a planned run."""
+    from nemo_offload_rl.config.rules import broken
+    from nemo_offload_rl.memory.search import Judges, Search
+    from nemo_offload_rl.memory.seconds import step_seconds, work_of
+
+    margin_bytes = int(_MARGIN_SHARE * plan.target.gpu.memory_bytes) if plan.counts_passes else 0
+
+    def short_bytes(account: Account) -> int:
+        short = sum(max(0, margin_bytes - use.left_bytes) for use in account.phases)
+        owners = _owners(account, account.cfg.cluster.workers_per_node)
+        short += max(0, sum(owners.values()) - (plan.target.host_bytes or _NO_LIMIT_BYTES))
+        return max(short, bool(broken(rules.memory, account)))  # a rule may count less than what is there
+
+    def step_s(account: Account) -> float:
+        seconds = None if rates is None else step_seconds(account, rates, work_of(account, plan.target.length))
+        return 0.0 if seconds is None else sum(stage.total_s for stage in seconds.values())
+
+    rates = plan.target.gpu.rates
+    judges = Judges(lambda account: not broken(rules.rules, account.cfg), short_bytes, step_s)
+    return Search(plan.account, judges, counts_passes=plan.counts_passes)
+
+
+def render_changes(plan: Plan, changes: Sequence[Trial]) -> str:
+    """Render who is at fault if a run does not fit, and changes that make it fit, as text."""
+    short = min(plan.phases, key=lambda use: use.left_bytes)
+    if short.left_bytes < 0:
+        owner, gib = max(plan.gib_by_owner()[short.phase.name].items(), key=lambda item: item[1])
+        lines = [
+            f"in {short.phase.name} a GPU lacks {-short.left_bytes / _GIB:.1f} GiB; most is {owner}: {gib:.1f} GiB"
+        ]
+    else:
+        owner = max(plan.owners, key=lambda name: plan.owners[name])
+        lines = [f"of main memory, most is {owner}: {plan.owners[owner] / _GIB:.1f} GiB"]
+    if not changes:
+        return "\n".join([*lines, "no other values of the keys were found with which it fits"])
+    lines.append("changes that make it fit, the fastest first:")
+    for trial in changes:
+        gib = freed_bytes(plan, trial) / _GIB
+        cost = f", {trial.step_s - plan.step_s:+.1f} s a step" if plan.step_s else ""
+        note = ", with other numbers" if trial.changes_numbers else ""
+        lines.append(f"  {' '.join(trial.overrides)} (frees {gib:.1f} GiB{cost}{note})")
+    return "\n".join(lines)
+
+
+def freed_bytes(plan: Plan, trial: Trial) -> int:
+    """Bytes that changes free: of a GPU in its fullest phase, or of main memory if GPUs have room."""
+    least = min(use.left_bytes for use in plan.phases)
+    if least < 0:
+        return min(use.left_bytes for use in trial.account.phases) - least
+    workers = trial.account.cfg.cluster.workers_per_node
+    return sum(plan.owners.values()) - sum(_owners(trial.account, workers).values())
+
+
+def render_fastest(plan: Plan, fastest: Trial | None, path: Path, overrides: Sequence[str]) -> str:
+    """Render the fastest values that fit as the command line of the run."""
+    if fastest is None:
+        return "no values of the keys were found with which it fits"
+    before = f" (as configured: {plan.step_s:.1f} s)" if plan.step_s else ""
+    script = f"examples/run_{plan.account.cfg.algorithm[0]}.py"
+    command = shlex.join(["python", script, "--config", str(path), *overrides, *fastest.overrides])
+    return f"the fastest that fits takes {fastest.step_s:.1f} s a step{before}:\n{command}"
 
 
 def usable_host_bytes(host_gib: float) -> int:
@@ -353,6 +428,9 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tokens", type=_count, metavar="N", help="mean tokens of a sequence, for seconds; otherwise the longest"
     )
+    parser.add_argument(
+        "--fit", action="store_true", help="search for the fastest values of the keys that fit; print the command line"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="Hydra overrides, as for the launch scripts")
     return parser
@@ -364,9 +442,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     overrides = [*given.overrides, *([] if given.gpus is None else [f"cluster.gpus_per_node={given.gpus}"])]
     host_bytes = None if given.host_gib is None else usable_host_bytes(given.host_gib)
     target = Target(_gpu(given.gpu, given.gpu_gib), host_bytes, given.parameters, given.tokens)
-    plan = plan_run(given.config, overrides, target)
-    sys.stdout.write(f"{json.dumps(plan.to_json(), indent=1) if given.json else plan.render()}\n")
-    return 2 if plan.problems else 0
+    plan, rules = plan_run(given.config, overrides, target)
+    if given.fit and plan.step_s is None:
+        raise ConfigError(f"--fit compares seconds, which are not known: {plan.why_no_seconds()}")
+    search = search_of(plan, rules) if given.fit or plan.problems else None
+    changes = search.cheapest() if search is not None and plan.problems else []
+    fastest = search.fastest() if search is not None and given.fit else None
+    if given.json:
+        told: dict[str, Any] = {**plan.to_json(), "changes": [_trial_json(plan, trial) for trial in changes]}
+        if given.fit:
+            told["fastest"] = None if fastest is None else _trial_json(plan, fastest)
+        sys.stdout.write(f"{json.dumps(told, indent=1)}\n")
+    else:
+        parts = [plan.render()]
+        parts += [render_changes(plan, changes)] if plan.problems else []
+        parts += [render_fastest(plan, fastest, given.config, overrides)] if given.fit else []
+        sys.stdout.write("\n".join(parts) + "\n")
+    return 2 if plan.problems and fastest is None else 0
+
+
+def _trial_json(plan: Plan, trial: Trial) -> dict[str, Any]:
+    return {
+        "overrides": list(trial.overrides),
+        "step_s": trial.step_s or None,
+        "frees_gib": freed_bytes(plan, trial) / _GIB,
+    }
 
 
 if __name__ == "__main__":

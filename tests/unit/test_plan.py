@@ -14,7 +14,7 @@ import pytest
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.memory.account import model_sizes
 from nemo_offload_rl.memory.gpus import KNOWN, Gpu, find_gpu
-from nemo_offload_rl.plan import Plan, Target, main, plan_run, usable_host_bytes
+from nemo_offload_rl.plan import Plan, Target, main, plan_run, render_changes, search_of, usable_host_bytes
 from nemo_offload_rl.residency import Phase
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +38,7 @@ CASES = {
 
 def plan_for(path, overrides, gpu_gib, host_gib, num_parameters=None) -> Plan:
     gpu = Gpu("some GPU", int(gpu_gib * GIB))
-    return plan_run(path, overrides, Target(gpu, usable_host_bytes(host_gib), num_parameters))
+    return plan_run(path, overrides, Target(gpu, usable_host_bytes(host_gib), num_parameters))[0]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -181,7 +181,7 @@ def test_a_step_took_the_seconds_and_moved_the_bytes_that_are_planned(name, tmp_
     file, model, gpu, tokens = MEASURED[name]
     seen = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["steps"][1:]
     override = write_config(tmp_path, model)
-    plan = plan_run(ROOT / "benchmarks" / file, [override], Target(KNOWN[gpu], length=tokens))
+    plan, _ = plan_run(ROOT / "benchmarks" / file, [override], Target(KNOWN[gpu], length=tokens))
     assert plan.step_s == pytest.approx(statistics.median(step["timing/total_s"] for step in seen), rel=0.15)
     in_bytes = plan.account.cfg.cluster.world_size * sum(copies.in_bytes for copies in plan.copies.values())
     assert in_bytes == pytest.approx(seen[-1]["residency/bytes_in"], rel=0.04)
@@ -208,6 +208,30 @@ def test_the_command_prints_the_plan_and_its_status_says_whether_it_fits(tmp_pat
     assert read["fits"] and read["step_s"] is None
     assert read["phases"]["TRAINING"]["gib"]["params"] == pytest.approx(4 * 8.19e9 / GIB, abs=0.1)
     assert sum(read["host_gib"].values()) > 64
+    with pytest.raises(ConfigError, match="--fit compares seconds, which are not known: they need rates of the GPU"):
+        main([*argv[:2], "--gpu-gib=139.8", "--parameters=8.19B", "--fit"])
+
+
+def test_changes_and_the_fastest_values_were_tried_and_fit_when_loaded(tmp_path):
+    file, override = ROOT / "examples" / "configs" / "grpo_math_1B.yaml", write_config(tmp_path, "Qwen3-8B")
+    target = Target(KNOWN["H100"], usable_host_bytes(256))
+    plan, rules = plan_run(file, [override], target)
+    assert plan.problems
+    search = search_of(plan, rules)
+    changes = search.cheapest()
+    assert len(changes) == 3
+    assert len({trial.overrides for trial in changes}) == 3
+    fastest = search.fastest()
+    assert fastest is not None
+    assert not fastest.changes_numbers and not fastest.changes_machine
+    same = [trial for trial in changes if not (trial.changes_numbers or trial.changes_machine)]
+    assert same and all(fastest.step_s <= trial.step_s for trial in same)
+    for trial in (*changes, fastest):
+        tried, _ = plan_run(file, [override, *trial.overrides], target)
+        assert not tried.problems
+        assert tried.step_s == pytest.approx(trial.step_s)
+    text = render_changes(plan, changes)
+    assert text.startswith("in TRAINING a GPU lacks ") and "; most is optimizer: 61.0 GiB\n" in text
 
 
 def test_a_gpu_is_known_by_name_or_by_a_file_and_others_are_told_so(tmp_path):

@@ -1,0 +1,326 @@
+"""Searches for other values of a run's keys: the cheapest changes that make it fit, and the fastest ones that fit.
+
+Every trial is an account of the run with these values, so nothing is proposed that was not tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import yaml
+
+from nemo_offload_rl.keys.master import GrpoMasterConfig, RolloutMasterConfig, RunConfig
+from nemo_offload_rl.keys.megatron import MegatronConfig
+from nemo_offload_rl.memory.account import Account
+
+_VLLM = "policy.generation.vllm_cfg"
+_DTENSOR, _MEGATRON = "policy.dtensor_cfg", "policy.megatron_cfg"
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+_SHARES = tuple(percent / 100 for percent in range(20, 95, 5))
+# A change of a key costs at least this share of a step, so that keys change only where that pays.
+_COST_OF_A_KEY = 0.002
+_MOST_ROUNDS = 6
+_MOST_STARTS = 8  # ways that are looked for
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Values of keys, and what the run would take with them.
+
+    Attributes:
+        options: The values that were chosen, each as overrides.
+        overrides: `KEY=VALUE` of each key that differs from the run's.
+        account: Account of the run with them.
+        short_bytes: Bytes that a GPU lacks, summed over phases, and that a host lacks; 0 if the run fits.
+        step_s: Seconds of a step; 0 if they are unknown.
+        changes_numbers: The run computes other numbers.
+        changes_machine: The run needs more GPUs.
+    """
+
+    options: frozenset[str]
+    overrides: tuple[str, ...]
+    account: Account
+    short_bytes: int
+    step_s: float
+    changes_numbers: bool
+    changes_machine: bool
+
+    @property
+    def fits(self) -> bool:
+        """Tell whether memory suffices."""
+        return self.short_bytes == 0
+
+    @property
+    def cost(self) -> tuple[int, float]:
+        """Rank of the trial: by bytes that are short, then by seconds of all GPUs, or without them by their number."""
+        by_keys = 1 + _COST_OF_A_KEY * len(self.overrides)
+        return self.short_bytes, (self.step_s or 1.0) * self.account.cfg.cluster.world_size * by_keys
+
+
+@dataclass(frozen=True)
+class Judges:
+    """Functions that judge an account.
+
+    Attributes:
+        is_allowed: Tells whether the rules allow its keys together.
+        short_bytes: Counts the bytes that are missing, as in `Trial`.
+        step_s: Estimates the seconds of a step; 0 if they are unknown.
+    """
+
+    is_allowed: Callable[[Account], bool]
+    short_bytes: Callable[[Account], int]
+    step_s: Callable[[Account], float]
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """Values that exclude each other, each as overrides of one or more keys.
+
+    Attributes:
+        options: Overrides of each value.
+        changes_numbers: Another value changes what the run computes, such as the type of the optimizer's states.
+        changes_machine: Another value needs another machine.
+        is_of_passes: The value changes what passes need, so that nothing is known of it where passes are not counted.
+    """
+
+    options: tuple[str, ...]
+    changes_numbers: bool = False
+    changes_machine: bool = False
+    is_of_passes: bool = False
+
+
+class Search:
+    """Tries other values of a run's keys.
+
+    Args:
+        account: The run.
+        judges: Judge an account.
+        counts_passes: Phases include what passes need; otherwise keys that change these needs stay as they are.
+    """
+
+    def __init__(self, account: Account, judges: Judges, *, counts_passes: bool) -> None:
+        self._account, self._judges = account, judges
+        self._tried: dict[frozenset[str], Trial] = {}
+        self._allowed: dict[frozenset[str], bool] = {}
+        self._dimensions = [one for one in dimensions(account.cfg) if counts_passes or not one.is_of_passes]
+        self.given = self._try(frozenset())
+
+    def cheapest(self, count: int = 3) -> list[Trial]:
+        """Find changes that make the run fit, the fastest first.
+
+        Returns:
+            At most `count` trials that fit, none of which has all changes of another one; empty if none was found.
+        """
+        trials = (self._with(self.given, one, option) for one in self._dimensions for option in one.options)
+        found = [trial for trial in trials if trial.fits and self._is_allowed(trial)]
+        banned = [frozenset[str]()]  # other ways are found without the values of those that were found
+        for _ in range(_MOST_STARTS):
+            if len(found) >= count or not banned:
+                break
+            without = banned.pop(0)
+            if (trial := self._completed(without)) is not None:
+                found += [] if any(other.options <= trial.options for other in found) else [trial]
+                banned += [without | {option} for option in sorted(trial.options)]
+        found.sort(key=lambda one: (one.changes_machine, one.changes_numbers, len(one.options), one.cost))
+        return sorted(found[:count], key=lambda one: (one.changes_machine, one.cost))
+
+    def fastest(self) -> Trial | None:
+        """Find the fastest values that fit, without changing what the run computes if that is possible."""
+        for changes_numbers in (False, True):
+            kept = (one for one in self._dimensions if not one.changes_machine)
+            dimensions = [one for one in kept if changes_numbers or not one.changes_numbers]
+            starts = [self.given, self._smallest(dimensions)]
+            best = min((self._descend(start, dimensions) for start in starts), key=lambda trial: trial.cost)
+            if best.fits and self._is_allowed(best):
+                return best
+        return None
+
+    def _completed(self, without: frozenset[str]) -> Trial | None:
+        """Choose the values that help most until the run fits, then leave out those that it fits without."""
+        dimensions = [
+            replace(one, options=tuple(option for option in one.options if option not in without))
+            for one in self._dimensions
+        ]
+        trial = self.given
+        while not (trial.fits and self._is_allowed(trial)):
+            before = trial
+            trial = self._best(trial, dimensions)
+            if trial is before:
+                return None
+        for option in sorted(trial.options):
+            smaller = self._try(trial.options - {option})
+            if smaller.fits and self._is_allowed(smaller):
+                trial = smaller
+        return trial
+
+    def _smallest(self, dimensions: Sequence[Dimension]) -> Trial:
+        """Choose each dimension's value that leaves the fewest bytes short, whatever it costs."""
+        trial = self.given
+        for one in dimensions:
+            trials = [trial, *(self._with(trial, one, option) for option in one.options)]
+            trial = min(trials, key=lambda t: (not self._is_allowed(t), t.short_bytes))
+        return trial
+
+    def _descend(self, trial: Trial, dimensions: Sequence[Dimension]) -> Trial:
+        """Change one dimension at a time while that helps."""
+        for _ in range(_MOST_ROUNDS):
+            before = trial
+            for one in dimensions:
+                trial = self._best(trial, [one])
+            if trial is before:
+                break
+        return trial
+
+    def _best(self, trial: Trial, dimensions: Sequence[Dimension]) -> Trial:
+        """Return the best allowed trial that differs in one of these dimensions; `trial` if none is better."""
+        trials = [self._with(trial, one, option) for one in dimensions for option in ("", *one.options)]
+        better = (one for one in sorted(trials, key=lambda one: one.cost) if one.cost < trial.cost)
+        return next((one for one in better if self._is_allowed(one)), trial)
+
+    def _with(self, trial: Trial, dimension: Dimension, option: str) -> Trial:
+        return self._try(trial.options.difference(dimension.options) | ({option} if option else set()))
+
+    def _is_allowed(self, trial: Trial) -> bool:
+        if trial.options not in self._allowed:
+            self._allowed[trial.options] = self._judges.is_allowed(trial.account)
+        return self._allowed[trial.options]
+
+    def _try(self, options: frozenset[str]) -> Trial:
+        if options not in self._tried:
+            chosen = [one for one in self._dimensions if options.intersection(one.options)]
+            by_key: dict[str, str] = {}  # of two values for a key the later dimension's counts
+            for one in chosen:
+                for override in next(option for option in one.options if option in options).split():
+                    by_key[override.partition("=")[0]] = override
+            overrides = tuple(override for override in by_key.values() if not _has(self._account.cfg, override))
+            account = self._account.with_keys(" ".join(map(_as_value, overrides))) if overrides else self._account
+            short_bytes, step_s = self._judges.short_bytes(account), self._judges.step_s(account)
+            numbers, machine = any(one.changes_numbers for one in chosen), any(one.changes_machine for one in chosen)
+            self._tried[options] = Trial(options, overrides, account, short_bytes, step_s, numbers, machine)
+        return self._tried[options]
+
+
+def dimensions(cfg: RunConfig) -> Iterator[Dimension]:
+    """Yield the values to try; those that the run has are left out."""
+    backend = cfg.policy.backend
+    found = [*_batch_sizes(cfg), *_parallel_sizes(cfg)]
+    found += _of_megatron() if isinstance(backend, MegatronConfig) else _of_dtensor(cfg)
+    if isinstance(cfg, RolloutMasterConfig):
+        found += _of_engine(cfg)
+    if isinstance(cfg, GrpoMasterConfig):
+        found.append(Dimension(("loss_fn.reference_policy_kl_penalty=0.0",), changes_numbers=True))
+    more = [count for count in _ROWS[1:4] if count > cfg.cluster.gpus_per_node]
+    found.append(Dimension(tuple(f"cluster.gpus_per_node={count}" for count in more), changes_machine=True))
+    for one in found:
+        options = tuple(option for option in one.options if not _has(cfg, option))
+        if options:
+            yield replace(one, options=options)
+
+
+def _has(cfg: RunConfig, overrides: str) -> bool:
+    """Tell whether a run has all of these values already."""
+    return all(_is_value_of(cfg, *_as_value(override).lstrip("+").split("=")) for override in overrides.split())
+
+
+def _is_value_of(node: Any, path: str, text: str) -> bool:
+    for name in path.split("."):
+        node = node.get(name) if isinstance(node, Mapping) else getattr(node, name, None)
+    return (list(node) if isinstance(node, tuple) else node) == yaml.safe_load(text)
+
+
+def _as_value(override: str) -> str:
+    """Turn the deletion of a section into an empty section."""
+    return f"{override.removeprefix('~')}={{}}" if override.startswith("~") else override
+
+
+def _batch_sizes(cfg: RunConfig) -> Iterator[Dimension]:
+    policy = cfg.policy
+    packing = next((name for name in ("sequence_packing", "dynamic_batching") if getattr(policy, name).enabled), None)
+    for rows, tokens in (("train_micro_batch_size", "train_mb_tokens"), ("logprob_batch_size", "logprob_mb_tokens")):
+        if packing is None:
+            options = tuple(f"policy.{rows}={count}" for count in _ROWS)
+        else:
+            lengths = (count * policy.max_total_sequence_length for count in _ROWS)
+            options = tuple(f"policy.{packing}.{tokens}={length}" for length in lengths)
+        yield Dimension(options, is_of_passes=True)
+    yield Dimension(tuple(f"policy.logprob_chunk_size={size}" for size in (1024, 4096, "null")), is_of_passes=True)
+
+
+def _parallel_sizes(cfg: RunConfig) -> Iterator[Dimension]:
+    world_size = cfg.cluster.world_size
+    sizes = [size for size in _ROWS if world_size % size == 0]
+    multiple = cfg.policy.make_sequence_length_divisible_by
+
+    def sized(key: str, *, pads: bool) -> Dimension:
+        options = (f"{key}={size}" for size in sizes)
+        if pads:
+            padded = (f"policy.make_sequence_length_divisible_by={max(size, multiple)}" for size in sizes)
+            options = (f"{one} {other}" for one, other in zip(options, padded, strict=True))
+        return Dimension(tuple(options), is_of_passes=True)
+
+    if isinstance(cfg.policy.backend, MegatronConfig):
+        yield sized(f"{_MEGATRON}.tensor_model_parallel_size", pads=True)
+        yield sized(f"{_MEGATRON}.pipeline_model_parallel_size", pads=False)
+        yield sized(f"{_MEGATRON}.expert_model_parallel_size", pads=False)
+    else:
+        yield sized(f"{_DTENSOR}.tensor_parallel_size", pads=True)
+        yield sized(f"{_DTENSOR}.expert_parallel_size", pads=False)
+
+
+def _of_dtensor(cfg: RunConfig) -> Iterator[Dimension]:
+    recomputed, offloaded = f"{_DTENSOR}.activation_checkpointing", f"{_DTENSOR}.activation_offload"
+    yield Dimension(
+        (
+            f"{recomputed}=false {offloaded}=false",
+            f"{recomputed}=true {offloaded}=false",
+            f"{recomputed}=true {offloaded}=true",
+        ),
+        is_of_passes=True,
+    )
+    states, size, whole = (
+        f"{_DTENSOR}.{name}"
+        for name in ("offload_optimizer_states", "offload_optimizer_states_chunk_mib", "cpu_offload")
+    )
+    kept_nowhere = " ~policy.residency_overrides" if isinstance(cfg, RolloutMasterConfig) else ""
+    yield Dimension(
+        (
+            f"{states}=false {size}=null {whole}=false",
+            f"{states}=true {size}=1024.0 {whole}=false",
+            # All state passes through the GPU; layers are recomputed.
+            f"{states}=false {size}=null {whole}=true {recomputed}=true{kept_nowhere}",
+        )
+    )
+    if cfg.policy.optimizer is not None and cfg.policy.optimizer.name == "torch.optim.AdamW":
+        yield Dimension(("policy.optimizer.name=nemo_offload_rl.optim.AdamW",), changes_numbers=True)
+
+
+def _of_megatron() -> Iterator[Dimension]:
+    cfg, optimizer = _MEGATRON, f"{_MEGATRON}.optimizer"
+    recomputed, granularity = f"{cfg}.activation_checkpointing", f"{cfg}.recompute_granularity"
+    yield Dimension(
+        (
+            f"{recomputed}=false",
+            f"{recomputed}=true {granularity}=selective {cfg}.recompute_modules=[mlp]",
+            f"{recomputed}=true {granularity}=full {cfg}.recompute_modules=null",
+        ),
+        is_of_passes=True,
+    )
+    states, size = f"{optimizer}.offload_optimizer_states", f"{optimizer}.offload_optimizer_states_chunk_mib"
+    yield Dimension((f"{states}=false {size}=null", f"{states}=true {size}=1024.0"))
+    yield Dimension((f"{cfg}.distributed_data_parallel_config.grad_reduce_in_fp32=false",), changes_numbers=True)
+    yield Dimension(
+        (f"{optimizer}.exp_avg_dtype=bfloat16 {optimizer}.exp_avg_sq_dtype=bfloat16",), changes_numbers=True
+    )
+
+
+def _of_engine(cfg: RolloutMasterConfig) -> Iterator[Dimension]:
+    if not cfg.policy.generation.colocated.enabled:
+        return
+    if cfg.policy.generation.vllm_cfg.kv_cache_memory_gib is None:
+        yield Dimension(tuple(f"{_VLLM}.gpu_memory_utilization={share:g}" for share in _SHARES))
+    sizes = [size for size in _ROWS if cfg.cluster.gpus_per_node % size == 0]
+    yield Dimension(tuple(f"{_VLLM}.tensor_parallel_size={size}" for size in sizes))
+    for group in ("params", "optimizer"):
+        yield Dimension(tuple(f"++policy.residency_overrides.{group}={place}" for place in ("device", "host")))
