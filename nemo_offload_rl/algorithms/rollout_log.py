@@ -106,9 +106,15 @@ def sample_lines(rollouts: RolloutBatch, num_samples: int) -> list[str]:
     """Format the first response to each of the first prompts, one a line, for people to read."""
     return [
         f"  {_verdict(rollout)}  {rollout.prompt.text!r} -> {rollout.response_text!r}"
-        f"{' (cut off)' if rollout.truncated else ''}, expected {rollout.prompt.reference_answer!r}"
+        f"{' (cut off)' if rollout.truncated else ''}{_expected(rollout)}"
         for rollout in rollouts.rollouts[:: rollouts.group_size][:num_samples]
     ]
+
+
+def _expected(rollout: Rollout) -> str:
+    """Name the right answer; "" for a row without one."""
+    answer = rollout.prompt.reference_answer
+    return f", expected {answer!r}" if answer else ""
 
 
 def _verdict(rollout: Rollout) -> str:

@@ -62,7 +62,7 @@ _BODY = """\
 {{ num_right }} of {{ group | length }} right</summary>
 <pre>{{ group[0].prompt }}</pre>
 {% set right = group[0].reference_answer %}
-<p>Answer: {{ right if right is string else right | join(" or ") }}</p>
+{% if right %}<p>Answer: {{ right if right is string else right | join(" or ") }}</p>{% endif %}
 {% for record in group %}
 {% set verdict = "unscored" if record.unscored else "right" if record.correct else "wrong" %}
 <p>{{ record.kind }}, {{ verdict }}{{ ", cut" if record.truncated }}</p>

@@ -124,6 +124,9 @@ def test_samples_are_one_line_for_each_prompt_with_the_verdict():
     assert sample_lines(ROLLOUTS, 0) == []
     cut = RolloutBatch(rollouts=ROLLOUTS.rollouts[1:2], group_size=1)
     assert sample_lines(cut, 1) == ["  wrong  '2+2=' -> '555' (cut off), expected '4'"]
+    (one,) = cut.rollouts
+    unanswered = replace(one, prompt=replace(one.prompt, reference_answer=""))
+    assert sample_lines(replace(cut, rollouts=(unanswered,)), 1) == ["  wrong  '2+2=' -> '555' (cut off)"]
 
 
 def test_bytes_are_summed_over_ranks_and_seconds_are_the_slowest_ranks():
