@@ -13,11 +13,13 @@ import csv
 import gzip
 import io
 import json
+import logging
 import re
 import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -311,6 +313,18 @@ def is_hub_name(path: str) -> bool:
     return _NAME.fullmatch(path) is not None and not path.endswith(tuple(_READERS))
 
 
+@contextmanager
+def quiet_hub() -> Iterator[None]:
+    """Hide the hub library's warnings, two lines for each try, around a call whose failure is told in one line."""
+    noisy = logging.getLogger("huggingface_hub.utils._http")
+    level = noisy.level
+    noisy.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        noisy.setLevel(level)
+
+
 def _read_hub(
     path: str, subset: str | None, split: str | None, columns: Sequence[str] | None
 ) -> Iterator[Mapping[str, Any]]:
@@ -321,7 +335,8 @@ def _read_hub(
     said = f"{path}{f' ({subset})' if subset else ''}"
     try:
         # The split is asked for by name, since it is then the only one that is prepared.
-        loaded = datasets.load_dataset(path, subset, split=split)
+        with quiet_hub():
+            loaded = datasets.load_dataset(path, subset, split=split)
     except (OSError, ValueError, DatasetsError) as error:  # the hub's own errors are OSErrors
         reason = " ".join(str(error).splitlines()[:2]) or "no reason given"
         raise DataError(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from nemo_offload_rl.data.readers import quiet_hub
 from nemo_offload_rl.data.records import Example
 from nemo_offload_rl.errors import DataError, first_line
 from nemo_offload_rl.keys.data import TokenizerConfig
@@ -35,7 +36,8 @@ def load_tokenizer(settings: TokenizerConfig) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer  # heavy
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(settings.name)
+        with quiet_hub():
+            tokenizer = AutoTokenizer.from_pretrained(settings.name)
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         raise DataError(
             f"no tokenizer can be loaded from {settings.name} ({first_line(error)}); set "

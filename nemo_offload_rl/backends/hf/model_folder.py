@@ -11,6 +11,7 @@ from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
+from nemo_offload_rl.data.readers import quiet_hub
 from nemo_offload_rl.errors import UserError, first_line
 from nemo_offload_rl.keys.master import PolicyRun
 from nemo_offload_rl.models.shape import ModelShape
@@ -55,7 +56,8 @@ def find_file(model_name: str, file_name: str) -> Path | None:
         path = Path(model_name) / file_name
         return path if path.is_file() else None
     try:
-        return Path(hf_hub_download(model_name, file_name))
+        with quiet_hub():
+            return Path(hf_hub_download(model_name, file_name))
     except EntryNotFoundError:  # also if neither cache nor network has it
         return None
     except (OSError, ValueError) as error:

@@ -1,5 +1,8 @@
+import logging
 import shutil
+import time
 
+import huggingface_hub.constants
 import pytest
 from hub_cache import fill_hub_cache
 from tiny_models import save_model_folder
@@ -15,12 +18,20 @@ def model_folder(tmp_path_factory):
     return path
 
 
-def test_a_complete_folder_and_a_model_that_the_hub_has_pass(model_folder, tmp_path, monkeypatch):
+def test_a_complete_folder_and_a_model_that_the_hub_has_pass(model_folder, tmp_path, monkeypatch, caplog):
     check_model_folder(str(model_folder))
     fill_hub_cache(monkeypatch, tmp_path, "Qwen/Qwen2.5-1.5B", model_folder)
     check_model_folder("Qwen/Qwen2.5-1.5B")
     with pytest.raises(UserError, match=r"policy\.model_name=Qwen/Qwen2\.5 is not a folder, and neither the model hub"):
         check_model_folder("Qwen/Qwen2.5")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{repo_id}")
+    monkeypatch.setattr(logging.getLogger("huggingface_hub"), "propagate", True)
+    tries = []
+    monkeypatch.setattr(time, "sleep", tries.append)
+    with pytest.raises(UserError, match=r"policy\.model_name=Qwen/Qwen2\.5 is not a folder, and neither the model hub"):
+        check_model_folder("Qwen/Qwen2.5")
+    assert tries and caplog.text == "", "the hub library's warnings of each try are hidden"
 
 
 def test_weights_that_were_cut_off_or_are_not_those_of_the_index_are_refused_before_they_are_read(
