@@ -7,7 +7,7 @@ from nemo_offload_rl.utils.cli import ending_process, parse_launch_arguments, se
 def main() -> None:
     """Read the command line, check the configuration, run."""
     arguments = parse_launch_arguments(
-        "Train a student on its own answers to be nearer to a teacher.", "examples/configs/distillation_math.yaml"
+        "Train a student on its own answers to be nearer to a teacher.", "distillation_math.yaml"
     )
     set_up_logging()
     config = nemo_offload_rl.load_distillation_config(arguments.config, arguments.overrides)

@@ -6,9 +6,7 @@ from nemo_offload_rl.utils.cli import ending_process, parse_launch_arguments, se
 
 def main() -> None:
     """Read the command line, check the configuration, run."""
-    arguments = parse_launch_arguments(
-        "Train a model on pairs of a better and a worse response.", "examples/configs/dpo.yaml"
-    )
+    arguments = parse_launch_arguments("Train a model on pairs of a better and a worse response.", "dpo.yaml")
     set_up_logging()
     config = nemo_offload_rl.load_dpo_config(arguments.config, arguments.overrides)
     nemo_offload_rl.run_dpo(config)

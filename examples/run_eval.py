@@ -6,7 +6,7 @@ from nemo_offload_rl.utils.cli import ending_process, parse_launch_arguments, se
 
 def main() -> None:
     """Read the command line, check the configuration, run."""
-    arguments = parse_launch_arguments("Evaluate a model: pass@k, greedy and sampled.", "examples/configs/eval.yaml")
+    arguments = parse_launch_arguments("Evaluate a model: pass@k, greedy and sampled.", "eval.yaml")
     set_up_logging()
     config = nemo_offload_rl.load_eval_config(arguments.config, arguments.overrides)
     nemo_offload_rl.run_eval(config)

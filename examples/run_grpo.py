@@ -6,7 +6,7 @@ from nemo_offload_rl.utils.cli import ending_process, parse_launch_arguments, se
 
 def main() -> None:
     """Read the command line, check the configuration, run."""
-    arguments = parse_launch_arguments("Train a policy with GRPO.", "examples/configs/grpo_math_1B.yaml")
+    arguments = parse_launch_arguments("Train a policy with GRPO.", "grpo_math_1B.yaml")
     set_up_logging()
     config = nemo_offload_rl.load_grpo_config(arguments.config, arguments.overrides)
     nemo_offload_rl.run_grpo(config)

@@ -6,7 +6,7 @@ from nemo_offload_rl.utils.cli import ending_process, parse_launch_arguments, se
 
 def main() -> None:
     """Read the command line, check the configuration, run."""
-    arguments = parse_launch_arguments("Fine-tune a model on conversations.", "examples/configs/sft.yaml")
+    arguments = parse_launch_arguments("Fine-tune a model on conversations.", "sft.yaml")
     set_up_logging()
     config = nemo_offload_rl.load_sft_config(arguments.config, arguments.overrides)
     nemo_offload_rl.run_sft(config)

@@ -43,6 +43,7 @@ A run is configured by one YAML file and overrides on the command line:
 python examples/run_grpo.py --config examples/configs/grpo_arithmetic_cpu.yaml grpo.max_num_steps=20
 ```
 
+- `--config` may also be the name of an exemplar, `grpo_arithmetic_cpu.yaml`, from any folder that has no such file.
 - A file may begin with `defaults: other.yaml` (or a list), relative to itself. A name that is not in its folder may be
   that of an exemplar. What the file sets goes over what it inherits. A mapping with `_override_: true` replaces the
   inherited one, and one with `_remove_: true` removes it.

@@ -30,9 +30,9 @@ def load_grpo_config(source: Source, overrides: Changes = ()) -> GrpoConfig:
     """Load, check and convert the configuration of a GRPO run.
 
     Args:
-        source: A YAML file such as examples/configs/grpo_math_1B.yaml, or a dictionary with the sections of one. The
-            dictionary's `defaults` names files to start from, relative to the working directory, or configurations that
-            the package brings.
+        source: A YAML file; or the name of a configuration that the package brings, such as `grpo_math_1B.yaml`, where
+            no file has that name; or a dictionary with the sections of a file, whose `defaults` names files to start
+            from in the same way.
         overrides: Hydra overrides, applied in order; or a dictionary from dotted keys to values, each of which replaces
             the whole value of its key.
 

@@ -59,7 +59,7 @@ def parse_launch_arguments(
         default=None if default_config is None else Path(default_config),
         required=default_config is None,
         metavar="PATH",
-        help="YAML file, such as examples/configs/grpo_math_1B.yaml"
+        help="YAML file, or the name of one in examples/configs, such as grpo_math_1B.yaml"
         + ("" if default_config is None else f" (default: {default_config})"),
     )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="Hydra overrides, see below")

@@ -1,9 +1,9 @@
 """Reads a YAML file and command-line overrides into a plain dictionary without interpolations.
 
 1. Read the file and the files that its `defaults:` name (a path or a list), parents first, later wins. A path is
-   relative to the file; a name that is not there is looked up in the package's `EXEMPLARS`. A mapping with
-   `_override_: true` replaces the inherited one instead of being merged into it; a mapping with `_remove_: true` as its
-   only key removes the inherited one.
+   relative to the file. A name without a folder that is not there, of a parent or of the file itself, is looked up in
+   the package's `EXEMPLARS`. A mapping with `_override_: true` replaces the inherited one instead of being merged into
+   it; a mapping with `_remove_: true` as its only key removes the inherited one.
 2. Apply overrides in Hydra's grammar, in order: `a.b=c`, `+a.b=c`, `++a.b=c`, `~a.b`. For a key that takes only text,
    the value is what is written after the first `=`, unless it is `null` or in quotes. Any other value that Hydra can
    read only in quotes, such as `a=b` or `später`, is text too.
@@ -62,7 +62,8 @@ def load_config(
     """Read, inherit, override and resolve.
 
     Args:
-        source: The YAML file, or a dictionary of its sections, whose `defaults` are relative to the working directory.
+        source: The YAML file, the name of an exemplar, or a dictionary of sections, whose `defaults` are relative to
+            the working directory.
         overrides: Hydra overrides, applied in order; or values by dotted key, which replace the present ones.
         missing: Composes the message for an override of a missing key; by default from the keys of the file.
         fill: Sets keys that are left out, in nested dictionaries with unresolved interpolations. Called before the
@@ -76,7 +77,7 @@ def load_config(
         ConfigError: The file, an override or an interpolation is wrong.
     """
     _register_resolvers()
-    file = _from_mapping(source) if isinstance(source, Mapping) else _load_with_defaults(Path(source), seen=())
+    file = _from_mapping(source) if isinstance(source, Mapping) else load_unresolved(source)
     config = _filled(file, fill)
     if config is file and fill is not None:  # overrides change it, and ask what the file says
         config = copy.deepcopy(file)
@@ -105,7 +106,7 @@ def _filled(config: DictConfig, fill: Callable[[dict[str, Any]], None] | None) -
 
 def load_unresolved(path: str | Path) -> DictConfig:
     """Read a file with its `defaults:`, without resolving interpolations."""
-    return _load_with_defaults(Path(path), seen=())
+    return _load_with_defaults(_find_file(Path(), str(path)), seen=())
 
 
 def nearest_keys(name: str, known: Iterable[str]) -> list[str]:
@@ -283,22 +284,33 @@ def _with_defaults(own: DictConfig, path: Path, seen: tuple[Path, ...]) -> DictC
         raise ConfigError(f"{path}: `defaults` is {parents!r}; write the path of a YAML file or a list of paths")
     config = None
     for name in parents:
-        parent = path.parent / name
-        if not parent.exists() and Path(name).name == name and (EXEMPLARS / name).is_file():
-            parent = EXEMPLARS / name
-        config = _merge(config, _load_with_defaults(parent, seen))
+        config = _merge(config, _load_with_defaults(_find_file(path.parent, name), seen))
     _apply_marks(config, own)
     return _merge(config, own)
+
+
+def _find_file(folder: Path, name: str) -> Path:
+    """Return the file `name`, relative to a folder, or the exemplar of that name.
+
+    Raises:
+        ConfigError: There is neither.
+    """
+    path = folder / name
+    if path.exists():
+        return path
+    is_name = Path(name).name == name
+    if is_name and (EXEMPLARS / name).is_file():
+        return EXEMPLARS / name
+    files = {file.stem: file for place in (EXEMPLARS, path.parent) for file in sorted(place.glob("*.y*ml"))}
+    close = difflib.get_close_matches(path.stem, files, n=1)
+    hint = f"did you mean {files[close[0]]}?" if close else "check the path"
+    places = f"{path.parent.absolute()}" + (f" and among the package's in {EXEMPLARS}" if is_name else "")
+    raise ConfigError(f"{path}: no such configuration file in {places}; {hint}")
 
 
 def _read_yaml(path: Path) -> DictConfig:
     if path.is_dir():
         raise ConfigError(f"{path} is a folder; give a YAML file")
-    if not path.is_file():
-        files = {file.stem: file for folder in (EXEMPLARS, path.parent) for file in sorted(folder.glob("*.y*ml"))}
-        close = difflib.get_close_matches(path.stem, files, n=1)
-        hint = f"did you mean {files[close[0]]}?" if close else "check the path"
-        raise ConfigError(f"{path}: no such configuration file; {hint}")
     try:
         loaded = yaml.load(path.read_text(encoding="utf-8"), _yaml_loader())
         if loaded is not None and not isinstance(loaded, dict):

@@ -155,9 +155,14 @@ def test_exemplars_are_parents_by_name_from_any_folder_behind_files_of_the_user(
     monkeypatch.chdir(tmp_path)
     config = load_config("mine/run.yaml")
     assert config["grpo"]["seed"] == 7 and config["policy"]["train_global_batch_size"] == 512
-    assert "grpo_math_1b.yaml: no such configuration file; did you mean" in message(
-        write(tmp_path, "mine/wrong.yaml", "defaults: grpo_math_1b.yaml\n")
-    )
+    words = "grpo_math_1b.yaml: no such configuration file in {} and among the package's in {}; did you mean {}"
+    nearest = EXEMPLARS / "grpo_math_1B.yaml"
+    wrong = write(tmp_path, "mine/wrong.yaml", "defaults: grpo_math_1b.yaml\n")
+    assert words.format(wrong.parent, EXEMPLARS, nearest) in message(wrong)
+    assert load_config("sft.yaml") == load_config(EXEMPLARS / "sft.yaml"), "so are files, on the command line too"
+    assert words.format(tmp_path, EXEMPLARS, nearest) in message(Path("grpo_math_1b.yaml"))
+    write(tmp_path, "sft.yaml", "own: 2\n")
+    assert load_config("sft.yaml") == {"own": 2}
     write(tmp_path, "mine/grpo_math_1B.yaml", "own: 1\n")
     assert load_config(path) == {"own": 1, "grpo": {"seed": 7}}
     packages = find_namespace_packages(str(Path(__file__).parents[3]), include=["nemo_offload_rl*"])
