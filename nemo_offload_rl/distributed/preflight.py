@@ -1,7 +1,7 @@
-"""Checks this machine's environment before Ray starts or is joined: one line for each thing that is wrong.
+"""Checks this machine's environment before a run reads its data, and before Ray starts or is joined.
 
-What would end the run is a `ConfigError`. What would make it slow, or may break it later, is a warning. Each line says
-what to change.
+What would end the run is a `ConfigError`. What would make it slow, or may break it later, is a warning, once in a
+process. Each is one line that says what to change.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import re
 import resource
 import shutil
 import socket
+import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import grpc
 import psutil
 
 from nemo_offload_rl.errors import ConfigError
@@ -26,14 +27,19 @@ from nemo_offload_rl.utils.sockets import short_folder
 
 logger = logging.getLogger(__name__)
 
+HAS_LOST_RAY = threading.Event()
+"""Set where Ray's processes have ended during a run of this process."""
+
 CPU_OBJECT_STORE_BYTES = 256 * 2**20
 TOKEN_FILE = Path(".ray/auth_token")  # below the home folder
 _GPU_SHARED_BYTES = 2**30  # for Ray's object store, NCCL and vLLM; docker gives 64 MiB
 _LEAST_FILES = 4096
 _LEAST_PROCESSES = 1024
 _ANSWER_TIMEOUT_S = 10.0
+_OWN_RESOURCES = "RAY_OVERRIDE_RESOURCES"  # replaces what Ray would count on this machine
 # Longest path that Ray appends to the folder of its sessions.
 _LONGEST_SOCKET = "ray/session_2026-11-27_12-24-53_296993_4194304/sockets/plasma_store.1"
+_told: set[str] = set()  # warnings of this process
 
 
 def cluster_address(environment: Mapping[str, str] = os.environ) -> str | None:
@@ -42,16 +48,41 @@ def cluster_address(environment: Mapping[str, str] = os.environ) -> str | None:
     return None if address in ("", "local") else address
 
 
-def check_environment(settings: ClusterConfig, environment: Mapping[str, str] = os.environ) -> None:
+def check_start(settings: ClusterConfig, num_more: int = 0) -> None:
+    """Check that Ray can start or be joined, unless this process has done so; arguments as of `check_environment`."""
+    refuse_lost_ray()
+    if "ray" not in sys.modules or not sys.modules["ray"].is_initialized():
+        check_environment(settings, num_more=num_more)
+
+
+def refuse_lost_ray() -> None:
+    """Refuse another run in a process that has lost its Ray.
+
+    Raises:
+        ConfigError: It has.
+    """
+    if HAS_LOST_RAY.is_set():
+        raise ConfigError(
+            "Ray's processes ended during an earlier run of this process, which cannot start Ray again; start a new "
+            "process (in a notebook, restart the kernel)"
+        )
+
+
+def check_environment(
+    settings: ClusterConfig, environment: Mapping[str, str] = os.environ, *, num_more: int = 0
+) -> None:
     """Check what Ray and the workers need of this machine; warn of what is only slow or may fail later.
 
     Args:
         settings: The run's cluster settings.
         environment: Environment variables, which Ray and workers started here inherit.
+        num_more: Devices of engines that share none with the policy.
 
     Raises:
         ConfigError: The run could not start.
     """
+    if settings.device_type == "cuda":
+        refuse_expandable_segments(environment)
     address = cluster_address(environment)
     if address is not None:
         _check_address(address, environment)
@@ -60,7 +91,50 @@ def check_environment(settings: ClusterConfig, environment: Mapping[str, str] = 
         _check_interfaces(environment)
         warnings = (*_proxy_problems(environment), *_limit_problems(), *_shared_memory_problems(settings))
         for problem in warnings:
-            logger.warning(problem)
+            if problem not in _told:
+                _told.add(problem)
+                logger.warning(problem)
+        _check_devices(settings, num_more, environment)
+
+
+def check_resources(
+    settings: ClusterConfig, hosts: Sequence[Mapping[str, float]], owner: str, remedy: str, num_more: int = 0
+) -> None:
+    """Check that hosts have the devices that a run asks for, and a CPU for each.
+
+    Args:
+        settings: The run's cluster settings.
+        hosts: Ray's resources of each host: `CPU` and `GPU`.
+        owner: Whose hosts they are, for the message.
+        remedy: Where to find more devices, for the message.
+        num_more: Devices of engines that share none with the policy.
+
+    Raises:
+        ConfigError: They have not.
+    """
+    per_node = "gpus_per_node" if settings.device_type == "cuda" else "cpu_workers_per_node"
+    asked = f"cluster.{per_node}={settings.workers_per_node} on cluster.num_nodes={settings.num_nodes}"
+    if num_more:
+        asked += f" and {num_more} more for engines (policy.generation.colocated.resources)"
+    for name in resource_names(settings):
+        counts = [int(host.get(name, 0)) for host in hosts]
+        needed = settings.world_size + num_more
+        if sum(counts) < needed:
+            cpu = " (0 runs on CPUs)" if name == "GPU" else ""
+            raise ConfigError(
+                f"{asked} needs {needed} {name}s, but {owner} has {sum(counts)}; lower cluster.{per_node}{cpu}, or "
+                f"{remedy}"
+            )
+        if sum(count >= settings.workers_per_node for count in counts) < settings.num_nodes:
+            raise ConfigError(
+                f"{asked} needs {settings.num_nodes} hosts with {settings.workers_per_node} {name}s each, but "
+                f"those of {owner} have {', '.join(map(str, sorted(counts, reverse=True)))}; lower either key"
+            )
+
+
+def resource_names(settings: ClusterConfig) -> tuple[str, ...]:
+    """Return the names of Ray's resources of which each worker has one."""
+    return ("CPU", "GPU") if settings.device_type == "cuda" else ("CPU",)
 
 
 def session_folder(environment: Mapping[str, str] = os.environ) -> str:
@@ -117,6 +191,8 @@ def _check_address(address: str, environment: Mapping[str, str]) -> None:
 
 
 def _speaks_grpc(address: str) -> bool:
+    import grpc  # takes a second
+
     channel = grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)])
     try:
         grpc.channel_ready_future(channel).result(timeout=_ANSWER_TIMEOUT_S)
@@ -144,8 +220,6 @@ def _check_folders(environment: Mapping[str, str]) -> None:
             f"{folder}/ray cannot be written: {reason}{also}, but Ray keeps its sockets and logs there; set {name} to "
             "a short path on a local disk that you may write to"
         )
-    if folder != chosen:
-        logger.info("Ray's files are in %s/ray: paths of sockets in %s would be too long", folder, chosen)
     if environment.get("RAY_AUTH_TOKEN") or environment.get("RAY_AUTH_TOKEN_PATH"):
         return
     try:
@@ -185,6 +259,25 @@ def _check_interfaces(environment: Mapping[str, str]) -> None:
                 f"{name}={value} is no network interface of this machine, which has {', '.join(known)}; set it to one "
                 "of these, or unset it"
             )
+
+
+def _check_devices(settings: ClusterConfig, num_more: int, environment: Mapping[str, str]) -> None:
+    """Refuse what this machine alone cannot have; Ray may count fewer CPUs, by a container's limit."""
+    if settings.num_nodes > 1:
+        raise ConfigError(
+            f"cluster.num_nodes={settings.num_nodes}, but without RAY_ADDRESS a run has this machine alone; set "
+            f"RAY_ADDRESS to a Ray cluster of {settings.num_nodes} hosts (docs/guides/clusters.md), or "
+            "cluster.num_nodes=1"
+        )
+    # torch counts one slice of a GPU at most, Ray all of them.
+    if _OWN_RESOURCES in environment or "MIG-" in environment.get("CUDA_VISIBLE_DEVICES", ""):
+        return
+    here = {"CPU": float(os.cpu_count() or 1)}
+    if settings.device_type == "cuda":
+        import torch  # heavy
+
+        here["GPU"] = float(torch.cuda.device_count())
+    check_resources(settings, [here], "this machine", "set RAY_ADDRESS to a larger Ray cluster", num_more)
 
 
 def _proxy_problems(environment: Mapping[str, str]) -> Iterator[str]:

@@ -31,7 +31,13 @@ from ray.exceptions import GetTimeoutError, RaySystemError, TaskUnschedulableErr
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from nemo_offload_rl.distributed.preflight import refuse_expandable_segments
+from nemo_offload_rl.distributed.preflight import (
+    HAS_LOST_RAY,
+    check_resources,
+    refuse_expandable_segments,
+    refuse_lost_ray,
+    resource_names,
+)
 from nemo_offload_rl.distributed.ray_start import Daemons, start_ray
 from nemo_offload_rl.distributed.watch import Workers
 from nemo_offload_rl.errors import ConfigError, UserError, WorkerDiedError
@@ -44,7 +50,6 @@ logger = logging.getLogger(__name__)
 _DAEMON_END_S = 1.0
 _SHUTDOWN_S = 60.0
 _HOST_TIMEOUT_S = 120.0
-_HAS_LOST_RAY = threading.Event()  # this process cannot start Ray again
 
 
 class Group(Workers, Protocol):
@@ -187,11 +192,7 @@ def cluster_session(
     """
     if settings.device_type == "cuda":
         refuse_expandable_segments()
-    if _HAS_LOST_RAY.is_set():
-        raise ConfigError(
-            "Ray's processes ended during an earlier run of this process, which cannot start Ray again; start a new "
-            "process (in a notebook, restart the kernel)"
-        )
+    refuse_lost_ray()
     dump_stacks_on_signal()  # else the signal that asks workers for their stacks would end this process
     started_here = not ray.is_initialized()
     cluster: VirtualCluster | None = None
@@ -299,7 +300,7 @@ def _end_without_ray(status: int) -> None:
     Args:
         status: Exit status of this process.
     """
-    _HAS_LOST_RAY.set()
+    HAS_LOST_RAY.set()
     atexit.register(_exit_at_once, status)
     processes = psutil.Process().children(recursive=True)
     for process in processes:
@@ -368,7 +369,8 @@ def reserve_slots(settings: ClusterConfig) -> list[Slot]:
     Raises:
         ConfigError: Too few hosts of the cluster have enough devices, or the devices are not free.
     """
-    _check_resources(settings)
+    hosts = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    check_resources(settings, hosts, "the Ray cluster", "join a larger Ray cluster")
     deadline_s = time.monotonic() + _TIMEOUT_S
     groups: dict[str, PlacementGroup] = {}
     try:
@@ -403,30 +405,8 @@ def release_groups(groups: Iterable[PlacementGroup]) -> None:
 
 def _host_group(settings: ClusterConfig, taken: Sequence[str]) -> PlacementGroup:
     """Reserve all devices of one host that is not taken."""
-    bundles = [dict.fromkeys(_resource_names(settings), 1.0)] * settings.workers_per_node
+    bundles = [dict.fromkeys(resource_names(settings), 1.0)] * settings.workers_per_node
     if not taken:
         return placement_group(bundles, strategy="STRICT_PACK")
     others = {_NODE_LABEL: f"!in({','.join(taken)})"}
     return placement_group(bundles, strategy="STRICT_PACK", bundle_label_selector=[others] * len(bundles))
-
-
-def _resource_names(settings: ClusterConfig) -> tuple[str, ...]:
-    return ("CPU", "GPU") if settings.device_type == "cuda" else ("CPU",)
-
-
-def _check_resources(settings: ClusterConfig) -> None:
-    per_node = "gpus_per_node" if settings.device_type == "cuda" else "cpu_workers_per_node"
-    asked = f"cluster.{per_node}={settings.workers_per_node} on cluster.num_nodes={settings.num_nodes}"
-    hosts = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    for resource in _resource_names(settings):
-        counts = [int(host[resource]) if resource in host else 0 for host in hosts]
-        if sum(counts) < settings.world_size:
-            raise ConfigError(
-                f"{asked} needs {settings.world_size} {resource}s, but the Ray cluster has {sum(counts)}; lower "
-                f"cluster.{per_node}, or join a larger Ray cluster"
-            )
-        if sum(count >= settings.workers_per_node for count in counts) < settings.num_nodes:
-            raise ConfigError(
-                f"{asked} needs {settings.num_nodes} hosts with {settings.workers_per_node} {resource}s each, but "
-                f"those of the Ray cluster have {', '.join(map(str, sorted(counts, reverse=True)))}; lower either key"
-            )

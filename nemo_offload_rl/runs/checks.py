@@ -1,12 +1,36 @@
-"""Checks of a run that need its data, before Ray starts."""
+"""Checks of a run before Ray starts: of this machine, and of the data."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from rich.console import Console
+
 from nemo_offload_rl.algorithms.metric_names import data_set_problem
+from nemo_offload_rl.distributed.preflight import check_start
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.master import RunConfig
+from nemo_offload_rl.keys.run import ClusterConfig
+from nemo_offload_rl.utils.progress import RunProgress
+
+
+def begin(
+    cluster: ClusterConfig, *, num_more: int = 0, starts_ray: bool = True, console: Console | None = None
+) -> None:
+    """Check this machine, and then say that tokenizer and data are read, which may take minutes.
+
+    Args:
+        cluster: The run's cluster settings.
+        num_more: Devices of engines that share none with the policy.
+        starts_ray: The run will start or join Ray.
+        console: Shows the line; None for standard output.
+
+    Raises:
+        ConfigError: Ray or the workers could not start.
+    """
+    if starts_ray:
+        check_start(cluster, num_more)
+    RunProgress(0, console=console).note("reading tokenizer and data")
 
 
 def check_data_sets(config: RunConfig, data_sets: Mapping[str, Iterable[str]]) -> None:

@@ -8,11 +8,14 @@ from nemo_offload_rl.algorithms.distillation import DistillationTrainer
 from nemo_offload_rl.backends.factory import check_model
 from nemo_offload_rl.backends.hf.model_folder import read_model_config
 from nemo_offload_rl.data.given import Rows
+from nemo_offload_rl.data.readers import quiet_hub
 from nemo_offload_rl.data.tokenizer import load_tokenizer
 from nemo_offload_rl.errors import ConfigError, first_line
 from nemo_offload_rl.keys.master import DistillationConfig
+from nemo_offload_rl.runs.checks import begin
 from nemo_offload_rl.runs.result import RunResult, result_of
 from nemo_offload_rl.runs.rollouts import GivenObjects, open_run
+from nemo_offload_rl.runs.workers import num_engine_devices
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +33,7 @@ def run_distillation(
     Raises:
         UserError: The user can fix the cause, or a worker died.
     """
+    begin(config.cluster, num_more=num_engine_devices(config))
     check_model(config.teacher_worker.model)
     check_vocabularies(config)
 
@@ -67,7 +71,8 @@ def check_vocabularies(config: DistillationConfig) -> None:
 
     mine = load_tokenizer(config.policy.tokenizer).get_vocab()
     try:
-        its = AutoTokenizer.from_pretrained(names[1]).get_vocab()
+        with quiet_hub():
+            its = AutoTokenizer.from_pretrained(names[1]).get_vocab()
     except (OSError, ValueError) as error:
         cause = first_line(error)
         logger.warning("the tokenizer of teacher.model_name %s is not compared with the student's: %s", names[1], cause)

@@ -45,6 +45,7 @@ from nemo_offload_rl.runs.answers_file import (
     check_writable,
     writing,
 )
+from nemo_offload_rl.runs.checks import begin
 from nemo_offload_rl.runs.environments import load_code, open_environments
 from nemo_offload_rl.runs.result import data_line
 from nemo_offload_rl.utils.cli import LastLines
@@ -126,6 +127,7 @@ def run_eval(config: EvalConfig, *, validation_data: Rows | None = None) -> Resu
     Raises:
         UserError: The user can fix the cause.
     """
+    begin(config.cluster)
     folder = None if config.eval.save_path is None else Path(config.eval.save_path)
     if folder is not None:
         check_writable(folder)  # before hours of sampling

@@ -27,10 +27,10 @@ from nemo_offload_rl.data.tokenizer import check_token_ids, load_tokenizer
 from nemo_offload_rl.experience.rollouts import Decode, Turns
 from nemo_offload_rl.keys.master import GrpoConfig, RolloutConfig
 from nemo_offload_rl.keys.worker import TeacherSettings
-from nemo_offload_rl.runs.checks import check_data_sets
+from nemo_offload_rl.runs.checks import begin, check_data_sets
 from nemo_offload_rl.runs.environments import load_code, open_environments
 from nemo_offload_rl.runs.result import RunResult, data_line, result_of, show_beginning
-from nemo_offload_rl.runs.workers import GrpoWorkers, grpo_workers
+from nemo_offload_rl.runs.workers import GrpoWorkers, grpo_workers, num_engine_devices
 from nemo_offload_rl.utils.flops import read_model_speed
 from nemo_offload_rl.utils.garbage import frozen_objects
 from nemo_offload_rl.utils.gpu_memory import first_gpu_name
@@ -79,6 +79,7 @@ def run_grpo(
         UserError: The user can fix the cause, or a worker died.
         KeyboardInterrupt: Ctrl-C, or a notebook's interrupt; the last finished step is saved first.
     """
+    begin(config.cluster, num_more=num_engine_devices(config))
     own = GrpoCode.load(config.grpo, config.loss_fn)
     given = GivenObjects(
         environments=environments, train_data=train_data, validation_data=validation_data, callbacks=callbacks

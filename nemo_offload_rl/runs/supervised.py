@@ -33,7 +33,7 @@ from nemo_offload_rl.data.tokenizer import check_token_ids, load_tokenizer, padd
 from nemo_offload_rl.keys.master import DpoConfig, SftConfig, SupervisedConfig
 from nemo_offload_rl.keys.supervised import SupervisedSectionConfig
 from nemo_offload_rl.policy.policy import Policy
-from nemo_offload_rl.runs.checks import check_data_sets
+from nemo_offload_rl.runs.checks import begin, check_data_sets
 from nemo_offload_rl.runs.result import RunResult, data_line, result_of, show_beginning
 from nemo_offload_rl.utils.garbage import frozen_objects
 from nemo_offload_rl.utils.logger import RunLogger
@@ -71,6 +71,7 @@ def run_sft(
         UserError: The user can fix the cause, or a worker died.
         KeyboardInterrupt: Ctrl-C, or a notebook's interrupt; the last finished step is saved first.
     """
+    begin(config.cluster, starts_ray=start_policy is None, console=console)
     own = UserLoss.load(config.loss_fn, NLLLoss(), example_batch(TrainBatch))
     check_model(config.worker)
     tokenizer = load_tokenizer(config.policy.tokenizer)
@@ -102,6 +103,7 @@ def run_dpo(
     callbacks: Sequence[Any] = (),
 ) -> RunResult:
     """Run DPO from a checked configuration; as `run_sft`, but rows have `prompt`, `chosen` and `rejected`."""
+    begin(config.cluster, starts_ray=start_policy is None, console=console)
     own = UserLoss.load(config.loss_fn, DpoLoss(config.dpo), example_batch(PreferenceBatch))
     check_model(config.worker)
     tokenizer = load_tokenizer(config.policy.tokenizer)

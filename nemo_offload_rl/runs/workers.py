@@ -152,6 +152,11 @@ def grpo_workers(
         yield GrpoWorkers(policy, engine, config.policy.generation, cluster, starting, shares_gpus)
 
 
+def num_engine_devices(config: RolloutConfig) -> int:
+    """Return the number of devices that engines have for themselves."""
+    return 0 if config.policy.generation.colocated.enabled else _engine_devices(config).world_size
+
+
 def _engine_devices(config: RolloutConfig) -> ClusterConfig:
     """Return the cluster of engines with separate devices."""
     resources = config.policy.generation.colocated.resources

@@ -34,6 +34,9 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "tokens without an embedding": (
         ["+policy.hf_config_overrides.vocab_size=4"], ["embeddings for 4 tokens", "model.resize_token_embeddings"],
     ),
+    "more hosts than one, found before the data": (
+        ["cluster.num_nodes=2", "data.max_input_seq_length=2"], ["cluster.num_nodes=2", "set RAY_ADDRESS"],
+    ),
     "every prompt too long": (["data.max_input_seq_length=2"], ["and all others of arithmetic are longer than"]),
     "prompts that leave no room in the engine": (
         ["policy.generation.vllm_cfg.max_model_len=16"], ["max_input_seq_length 16", "max_model_len 16"],
@@ -43,7 +46,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory, model_folder, run_grpo):
-    """All runs, two at a time; Ray would leave a folder."""
+    """All runs, two at a time; Ray would leave a link."""
     folder = tmp_path_factory.mktemp("bad")
     for name, missing in (("no_weights", "model.safetensors"), ("no_tokenizer", "tokenizer.json")):
         shutil.copytree(model_folder, folder / name, ignore=shutil.ignore_patterns(missing))
@@ -55,7 +58,7 @@ def results(tmp_path_factory, model_folder, run_grpo):
             overrides.append(f"policy.model_name={model_folder}")
         ray = folder / f"ray of {name}"
         done = run_grpo(*overrides, f"logger.log_dir={folder / name}", env={"RAY_TMPDIR": str(ray)})
-        return done, ray.exists()
+        return done, (ray / "ray/session_latest").is_symlink()
 
     with ThreadPoolExecutor(2) as pool:
         return dict(zip(CASES, pool.map(attempt, CASES), strict=True))

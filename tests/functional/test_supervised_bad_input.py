@@ -108,5 +108,5 @@ def test_the_launch_scripts_end_with_status_2_and_the_line_alone(folder, tmp_pat
         (line,) = done.stderr.splitlines()
         assert line.startswith("error: ")
         assert "empty.jsonl has no rows" in line
-        assert done.stdout == ""
+        assert done.stdout == "reading tokenizer and data\n"
     assert not (folder / "script").exists()

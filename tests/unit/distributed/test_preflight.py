@@ -7,6 +7,7 @@ import resource
 import socket
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -104,3 +105,30 @@ def test_what_may_fail_later_is_a_warning(caplog: pytest.LogCaptureFixture, monk
     proxy, files = caplog.messages[before : before + 2]
     assert proxy.startswith("HTTPS_PROXY is set and no_proxy does not name 127.0.0.1, ")
     assert files.startswith("this process may open 1024 files (ulimit -Hn), ")
+    before = len(caplog.messages)
+    check_environment(CPU, {"HTTPS_PROXY": "http://proxy:1", "no_proxy": "example.org"})
+    assert caplog.messages[before:] == [], "each warning comes once in a process"
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_more", "words"),
+    [
+        (
+            {"num_nodes": 2},
+            0,
+            r"cluster\.num_nodes=2, but without RAY_ADDRESS a run has this machine alone; ",
+        ),
+        ({"gpus_per_node": 99}, 0, r"cluster\.gpus_per_node=99 .* needs 99 .PUs, but this machine has \d+; lower"),
+        (
+            {},
+            998,
+            r"cluster\.cpu_workers_per_node=1 .* and 998 more for engines .* needs 999 CPUs, but this",
+        ),
+    ],
+)
+def test_devices_that_this_machine_has_not_are_refused(changes: dict[str, int], num_more: int, words: str) -> None:
+    settings = replace(CPU, **changes)
+    with pytest.raises(ConfigError, match=words):
+        check_environment(settings, {}, num_more=num_more)
+    if not changes:
+        check_environment(settings, {"RAY_OVERRIDE_RESOURCES": '{"CPU": 999}'}, num_more=num_more)
