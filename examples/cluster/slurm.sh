@@ -53,12 +53,24 @@ RAY_AUTH_TOKEN=$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n')
 RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=1
 # Ray serves its metrics on all interfaces, without a token.
 RAY_enable_metrics_collection=${RAY_enable_metrics_collection:-0}
-export RAY_AUTH_MODE RAY_AUTH_TOKEN RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO RAY_enable_metrics_collection
+# By default Ray's workers wait for every other process of a node.
+RAY_worker_niceness=${RAY_worker_niceness:-0}
+export RAY_AUTH_MODE RAY_AUTH_TOKEN RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO RAY_enable_metrics_collection RAY_worker_niceness
 
 start_node() { # NODE ARGUMENTS: runs for as long as the node is up
-  local node=$1
+  local node=$1 step=""
   shift
-  srun --nodes=1 --ntasks=1 --overlap -w "$node" "${container[@]}" "$ray" start --block --disable-usage-stats "$@" &
+  (
+    trap 'trap - TERM; kill $step 2>/dev/null || true; wait; exit 143' TERM
+    for try in 1 2; do # Ray gives up after 30 s, too soon for a node that is slow at first
+      srun --nodes=1 --ntasks=1 --overlap -w "$node" "${container[@]}" \
+        "$ray" start --block --disable-usage-stats "$@" &
+      step=$!
+      ! wait "$step" || exit 0
+      ((try == 1 && SECONDS < start_timeout_s)) || exit 1
+      echo "Ray did not start on $node, and is started once more"
+    done
+  ) &
 }
 
 here=() # what runs a command on the first node, where this script runs, or in its container

@@ -30,7 +30,7 @@ LIMITS = {
     "imports upward": 0,
     "circles of modules": 0,
     "modules": 304,
-    "lines": 54821,
+    "lines": 54828,
     "modules under 60 lines with one importer": 0,
 }
 

@@ -160,6 +160,16 @@ def test_a_ray_that_does_not_start_is_one_line(two_nodes, monkeypatch):
     with pytest.raises(ConfigError, match=rf"^Ray does not start on this machine: .*{reason}.*[^.]\. If ") as raised:
         start_ray(cpu_cluster(1), log_to_driver=False)
     assert "\n" not in str(raised.value)
+    tries = []
+
+    def slow(**options):
+        tries.append(options)
+        raise TimeoutError("the GCS is slow")
+
+    monkeypatch.setattr(ray, "init", slow)
+    with pytest.raises(ConfigError, match=r"^Ray does not start on this machine: the GCS is slow"):
+        start_ray(cpu_cluster(1), log_to_driver=False)
+    assert len(tries) == 2
 
 
 def test_an_address_without_a_cluster_is_one_line_that_names_it(monkeypatch):

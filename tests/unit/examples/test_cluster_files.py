@@ -114,14 +114,20 @@ time.sleep(600)
 @pytest.mark.parametrize(("name", "status"), [("SIGUSR1", 138), ("SIGTERM", 143)])
 def test_a_signal_to_the_slurm_script_reaches_the_run_whose_end_is_awaited(slurm, tmp_path, name, status):
     (tmp_path / "run.py").write_text(STOPPED)
-    # Ray is not needed for this: it "runs" until it is stopped, and what waits for it finds all nodes.
-    stand_in(tmp_path, "ray", "exec sleep 600\n")
-    stand_in(tmp_path, "python", f'[[ "$1" == - ]] && exit 0\nSHELL_PID=$PPID exec {sys.executable} "$@"\n')
+    # Ray is not needed for this: it "runs" until it is stopped, and what waits for it waits for its three starts.
+    starts = f"{tmp_path}/starts"
+    ray = (
+        f'echo "$@" >> {starts}\n[[ "$*" == *--head* || -e {tmp_path}/slow ]] || {{ touch {tmp_path}/slow; exit 1; }}\n'
+    )
+    wait = f'if [[ "$1" == - ]]; then until [[ $(wc -l < {starts}) == 3 ]]; do sleep 0.05; done; exit 0; fi\n'
+    stand_in(tmp_path, "ray", f"{ray}exec sleep 600\n")
+    stand_in(tmp_path, "python", f'{wait}SHELL_PID=$PPID exec {sys.executable} "$@"\n')
     stand_in(tmp_path / "bin", "scontrol", "[[ $1 == requeue ]] && echo requeued $2 || printf 'node1\\nnode2\\n'\n")
     variables = {**slurm, "PYTHON": str(tmp_path / "python"), "SLURM_JOB_ID": "77"}
     ended, output = run_script(variables, str(tmp_path / "run.py"), name)
     assert ended == status, output
     assert output.count(f"the run hears {name}") == 1
+    assert output.count("Ray did not start on node2, and is started once more") == 1
     assert ("requeued 77" in output) is (name == "SIGUSR1")
 
 
