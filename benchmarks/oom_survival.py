@@ -1,0 +1,235 @@
+"""Steps with rows of four times the usual length, for which device memory does not suffice.
+
+    python benchmarks/oom_survival.py --out results/oom_survival.json
+    python benchmarks/oom_survival.py --device cpu --shape tiny --length 8 --steps 8
+
+For each backend, in a process of its own: steps of logprobs and training with and without the code that survives
+running out of memory, in turn, to compare their seconds; then `--steps` steps, of which every fifth has one row of four
+times the length in each micro-batch. The memory that torch may take is limited to what the usual steps took and a
+tenth. A micro-batch with a long row would need about three times the activations of a usual one; the long row alone
+fits.
+
+Needs a GPU, for Megatron with Transformer Engine. On a CPU an error in the loss takes the place of the limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import GIB, NLL
+from qwen3_shapes import SHAPES, TIED
+from workers import CONFIGS, Run, Variant, on_device, random_batch, run_variants, worker_of
+
+LONGER = 4
+PERIOD = 5
+ROWS = 8
+PAIRS = 8  # of usual steps, with and without the code that survives
+
+
+@dataclass(frozen=True)
+class LimitedNLL(NLL):
+    """NLL that runs out of memory above a number of tokens, in place of a device's limit."""
+
+    most_tokens: int = sys.maxsize
+
+    def __call__(self, logprobs_BS: Any, batch: Any, norm: Any) -> tuple[Any, dict[str, Any]]:
+        if logprobs_BS.numel() > self.most_tokens:
+            raise torch.OutOfMemoryError(f"no memory for {logprobs_BS.numel()} tokens")
+        return super().__call__(logprobs_BS, batch, norm)
+
+
+def survive(run: Run, variant: Variant) -> dict[str, Any]:
+    """Measure one backend; `run.rows` are those of a micro-batch, of which a step has two."""
+    run = replace(run, backend=variant.name, rows=2 * run.rows)
+    micro_batch, length = run.rows // 2, max(run.lengths) // LONGER
+    overrides = (f"policy.train_micro_batch_size={micro_batch}", f"policy.logprob_batch_size={micro_batch}")
+    with on_device(run.device):
+        worker = worker_of(run, (*overrides, *variant.overrides))
+        generator = torch.Generator().manual_seed(0)
+        usual, troubled = (batch_of(run, length, generator, has_long=long) for long in (False, True))
+        limit = micro_batch * length if run.device == "cpu" else sys.maxsize
+        guarded, bare = worker._passes, unguarded(worker)
+        seconds: dict[bool, list[float]] = {True: [], False: []}
+        for _ in range(3):
+            step(worker, usual, NLL())
+        for pair in range(PAIRS):
+            for is_guarded in (True, False) if pair % 2 else (False, True):
+                worker._passes = guarded if is_guarded else bare
+                seconds[is_guarded].append(timed(run, lambda: step(worker, usual, NLL())))
+        limit_gib = limit_memory(run.device)
+        loss = LimitedNLL(most_tokens=limit)
+        fails_without = error_of(lambda: worker.forward_backward(troubled, loss))
+        worker._passes = guarded
+        found = steps(run, worker, usual, troubled, loss)
+        worker.shutdown()
+    return {
+        "usual_s": statistics.median(seconds[True]),
+        "usual_without_s": statistics.median(seconds[False]),
+        "limit_gib": limit_gib,
+        "error_without": fails_without,
+        **found,
+    }
+
+
+def steps(run: Run, worker: Any, usual: Any, troubled: Any, loss: NLL) -> dict[str, Any]:
+    """Run the steps, and count what was cut and what failed."""
+    times: dict[bool, list[float]] = {True: [], False: []}
+    splits, errors = [], []
+
+    def one_step(batch: Any) -> None:
+        splits.append(step(worker, batch, loss).oom_splits)
+
+    for index in range(run.steps):
+        has_long = index % PERIOD == PERIOD - 1
+        begin = time.perf_counter()
+        error = error_of(lambda batch=troubled if has_long else usual: one_step(batch))
+        synchronize(run.device)
+        times[has_long].append(time.perf_counter() - begin)
+        if error is not None:
+            errors.append(f"step {index}: {error}")
+    return {
+        "steps": run.steps,
+        "splits": sum(splits),
+        "errors": errors,
+        "first_long_s": times[True][0] if times[True] else None,
+        "long_s": statistics.median(times[True][1:]) if times[True][1:] else None,
+        "between_s": statistics.median(times[False]) if times[False] else None,
+    }
+
+
+def batch_of(run: Run, length: int, generator: torch.Generator, *, has_long: bool) -> Any:
+    """Rows of `length` tokens; with `has_long`, the first row of each micro-batch is longer."""
+    width = length * (LONGER if has_long else 1)
+    batch = random_batch(run, width, generator)
+    lengths = torch.full((run.rows,), length)
+    lengths[:: run.rows // 2] = width
+    is_real = torch.arange(width) < lengths.unsqueeze(1)
+    return replace(batch, input_lengths=lengths, token_mask=batch.token_mask * is_real)
+
+
+def step(worker: Any, batch: Any, loss: NLL) -> Any:
+    """Logprobs and an update."""
+    worker.prepare_for_lp_inference()
+    worker.get_logprobs(batch)
+    worker.prepare_for_training()
+    return worker.train(batch, loss)
+
+
+def unguarded(worker: Any) -> Any:
+    """Passes of the worker that run once, and end with the error of running out of memory."""
+    from nemo_offload_rl.policy.passes import Attempt, Passes
+
+    class Unguarded(Passes):
+        def attempts(
+            self,
+            kind: Any,
+            batch: Any,
+            rows: Sequence[Sequence[int]],
+            after_failure: Callable[[], None] = lambda: None,
+        ) -> Iterator[Any]:
+            micro_batches = self._cut(batch, rows, sys.maxsize)
+            self._residency.expect_work(kind, self._most_tokens(micro_batches))
+            attempt = Attempt(micro_batches)
+            yield attempt
+            if attempt.error is not None:
+                raise attempt.error
+
+    return Unguarded(worker._settings, worker.residency, is_alone=True)
+
+
+def error_of(call: Callable[[], Any]) -> str | None:
+    """Return the error that a call ends with, in one line; None if there is none."""
+    told = None
+    try:
+        call()
+    except Exception as error:
+        told = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+    gc.collect()  # of tensors that the error's traceback held
+    return told
+
+
+def limit_memory(device: str) -> float | None:
+    """Let torch take a tenth more than it has taken at most; the limit in GiB."""
+    if device == "cpu":
+        return None
+    torch.cuda.empty_cache()
+    limit_bytes = 1.1 * torch.cuda.max_memory_reserved()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / torch.cuda.mem_get_info()[1]))
+    return limit_bytes / GIB
+
+
+def timed(run: Run, call: Callable[[], Any]) -> float:
+    """Seconds of a call and of the work that it queued."""
+    synchronize(run.device)
+    begin = time.perf_counter()
+    call()
+    synchronize(run.device)
+    return time.perf_counter() - begin
+
+
+def synchronize(device: str) -> None:
+    """Wait for the GPU."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def show(row: dict[str, Any]) -> None:
+    """Print a backend's results."""
+    if "error" in row:
+        print(f"{row['variant']}: {row['error']}")
+        return
+    share = row["usual_s"] / row["usual_without_s"] - 1
+    limit = "" if row["limit_gib"] is None else f" within {row['limit_gib']:.1f} GiB"
+    print(f"{row['variant']}{limit}: {row['steps']} steps, {row['splits']} splits, {len(row['errors'])} steps failed")
+    print(f"  usual step {row['usual_s']:.3f} s, without the mechanism {row['usual_without_s']:.3f} s ({share:+.1%})")
+    print(f"  without it a long row ends in: {row['error_without'] or 'no error'}")
+    if row["long_s"] is not None:
+        print(
+            f"  first step with long rows {row['first_long_s']:.3f} s, later ones {row['long_s']:.3f} s, "
+            f"steps between them {row['between_s']:.3f} s"
+        )
+    for error in row["errors"][:3]:
+        print(f"  {error}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("backends", nargs="*", metavar="BACKEND", help="dtensor, megatron; both if none is named")
+    parser.add_argument("--shape", default="0.6B", choices=list(SHAPES))
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a usual row")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--host-gib", type=int, default=4, help="host memory to touch before anything is measured")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--overrides", nargs="*", default=(), metavar="KEY=VALUE", help="of both backends")
+    args = parser.parse_args()
+    run = Run(
+        shape=args.shape,
+        folder="",
+        device=args.device,
+        lengths=(LONGER * args.length,),
+        rows=ROWS,
+        steps=args.steps,
+        warmup_steps=0,
+        overrides=tuple(args.overrides),
+    )
+    # Compiling takes longer than all steps.
+    of_backend = {"dtensor": ("policy.dtensor_cfg.torch_compile=false",), "megatron": ()}
+    variants = [Variant(name, of_backend[name]) for name in args.backends or CONFIGS]
+    results = run_variants(args, run, variants, survive, ties_embeddings=args.shape in TIED)
+    print(f"{results['machine']['gpu']}, {args.shape}, rows of {args.length} and {LONGER * args.length} tokens")
+    for row in results["rows"]:
+        show(row)
+
+
+if __name__ == "__main__":
+    main()
