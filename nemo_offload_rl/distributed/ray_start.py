@@ -25,7 +25,7 @@ from nemo_offload_rl.distributed.preflight import (
 )
 from nemo_offload_rl.errors import ConfigError, WorkerDiedError, first_line
 from nemo_offload_rl.keys.run import ClusterConfig
-from nemo_offload_rl.memory.limits import as_started_here
+from nemo_offload_rl.memory.limits import as_started_here, killed_by_kernel
 
 logger = logging.getLogger(__name__)
 
@@ -75,10 +75,8 @@ class Daemons:
         if ended is None:
             return None
         self._is_told = True
-        return WorkerDiedError(
-            f"{ended} has ended, and Ray does not work without it: it was killed, or its host ran out of memory; "
-            "start the run again"
-        )
+        why = killed_by_kernel() or "it was killed, or its host ran out of memory"
+        return WorkerDiedError(f"{ended} has ended, and Ray does not work without it: {why}; start the run again")
 
     def check(self) -> None:
         """Check the daemons once in a period; raise `error` only once, so that the run can still save."""

@@ -392,7 +392,8 @@ def original_error(error: RayError, worker: str, method: str) -> BaseException:
 
     Returns:
         The worker's exception, with the remote traceback as a note, or a `UserError` if it ran out of device memory;
-        `WorkerDiedError` with Ray's cause if its process ended; otherwise `error` itself.
+        `WorkerDiedError` with Ray's cause if its process ended; otherwise `error` itself. A death is told as one by the
+        kernel, for lack of memory, if that has killed processes of this host.
     """
     if isinstance(error, RayTaskError):
         cause = error.cause
@@ -406,6 +407,8 @@ def original_error(error: RayError, worker: str, method: str) -> BaseException:
                 "memory that other processes hold on it, lower policy.generation.vllm_cfg.gpu_memory_utilization if "
                 "an engine shares it, or use more GPUs"
             )
+        if isinstance(cause, WorkerDiedError) and (by_kernel := killed_by_kernel()):
+            cause = WorkerDiedError(f"{cause} ({by_kernel})")
         cause.add_note(f"Raised in {worker}, {method}:\n{_without_colours(str(error)).strip()}")
         return cause
     if isinstance(error, ActorUnavailableError):

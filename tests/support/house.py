@@ -30,7 +30,7 @@ LIMITS = {
     "imports upward": 0,
     "circles of modules": 0,
     "modules": 304,
-    "lines": 54828,
+    "lines": 54829,
     "modules under 60 lines with one importer": 0,
 }
 

@@ -6,7 +6,10 @@ import pytest
 from cgroups import write_tree
 from hypothesis import given
 from hypothesis import strategies as st
+from ray.exceptions import RayTaskError
 
+from nemo_offload_rl.distributed.worker_group import original_error
+from nemo_offload_rl.errors import WorkerDiedError
 from nemo_offload_rl.memory import limits as limits_module
 from nemo_offload_rl.memory.limits import (
     THRESHOLD,
@@ -100,5 +103,9 @@ def test_kills_of_the_kernel_since_the_start_are_told_with_their_cgroup(tmp_path
         assert (
             told is not None and f"has killed 2 processes of the cgroup {tmp_path}/cgroup/job since the start" in told
         )
+        # An engine whose own process was killed lives on and tells of it.
+        died = RayTaskError("generate", "", WorkerDiedError("a process of vLLM's engine core has ended"))
+        error = original_error(died, "vllm worker 0", "generate")
+        assert isinstance(error, WorkerDiedError) and str(error).endswith(f"engine core has ended ({told})")
     finally:
         oom_kills_at_first.cache_clear()
