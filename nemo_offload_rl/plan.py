@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from nemo_offload_rl.config.rules.base import RuleSet
+    from nemo_offload_rl.keys.master import RunConfig
     from nemo_offload_rl.memory.account import Account, PhaseUse
     from nemo_offload_rl.memory.gpus import Gpu
     from nemo_offload_rl.memory.search import Search, Trial
@@ -247,11 +248,15 @@ def load_account(path: str | Path, overrides: Sequence[str], target: Target) -> 
     from nemo_offload_rl.memory.machine import Machine
     from nemo_offload_rl.runs.loading import load_for_planning
 
-    cfg, rules = load_for_planning(path, overrides)
+    machine = Machine(target.gpu.memory_bytes, target.host_bytes or _NO_LIMIT_BYTES)
+
+    def account_of(cfg: RunConfig) -> Account:
+        return Account(cfg, machine, target.num_parameters, without_weights=True)
+
+    cfg, rules = load_for_planning(path, overrides, account_of)
     if not cfg.cluster.gpus_per_node:
         raise ConfigError("cluster.gpus_per_node is 0, and the plan is for GPUs; set it to their number on a host")
-    machine = Machine(target.gpu.memory_bytes, target.host_bytes or _NO_LIMIT_BYTES)
-    account = Account(cfg, machine, target.num_parameters, without_weights=True)
+    account = account_of(cfg)
     if account.num_parameters is None:
         raise ConfigError(
             f"policy.model_name={cfg.policy.model_name} is no local folder with a model's config.json that "
@@ -414,7 +419,7 @@ def _arguments() -> argparse.ArgumentParser:
         description="Print what a run takes of a GPU in each phase and of main memory, what crosses the link between "
         "them, how long a step takes, and whether the run fits. Needs neither a GPU nor Ray nor the model's weights.",
     )
-    parser.add_argument("--config", type=Path, metavar="PATH", required=True, help="YAML file of a run that trains")
+    parser.add_argument("--config", type=Path, metavar="PATH", help="YAML file of a run that trains")
     parser.add_argument("--gpu", metavar="NAME", help="type of the GPUs, such as H200; without it, this machine's")
     parser.add_argument("--gpu-gib", type=_positive, metavar="GIB", help="memory of a GPU of another type")
     parser.add_argument("--gpus", type=_count, metavar="N", help="GPUs of a host; sets cluster.gpus_per_node")
@@ -432,13 +437,27 @@ def _arguments() -> argparse.ArgumentParser:
         "--fit", action="store_true", help="search for the fastest values of the keys that fit; print the command line"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with charts, too")
+    parser.add_argument(
+        "--calibrate",
+        type=Path,
+        metavar="FILE",
+        help="measure the rates of this machine's GPU in 20 seconds and write them to a .json file for --gpu; no plan",
+    )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="Hydra overrides, as for the launch scripts")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the command line and print the plan; the status is 2 if the run does not fit."""
-    given = _arguments().parse_intermixed_args(argv)
+    from nemo_offload_rl.report.plan import plan_page
+
+    parser = _arguments()
+    given = parser.parse_intermixed_args(argv)
+    if given.calibrate is not None:
+        return _calibrate(given.calibrate)
+    if given.config is None:
+        parser.error("the following arguments are required: --config")
     overrides = [*given.overrides, *([] if given.gpus is None else [f"cluster.gpus_per_node={given.gpus}"])]
     host_bytes = None if given.host_gib is None else usable_host_bytes(given.host_gib)
     target = Target(_gpu(given.gpu, given.gpu_gib), host_bytes, given.parameters, given.tokens)
@@ -448,17 +467,49 @@ def main(argv: Sequence[str] | None = None) -> int:
     search = search_of(plan, rules) if given.fit or plan.problems else None
     changes = search.cheapest() if search is not None and plan.problems else []
     fastest = search.fastest() if search is not None and given.fit else None
+    text = _report(plan, changes, fastest, given.config, overrides, searches=given.fit)
+    if given.html is not None:
+        _write(given.html, plan_page(f"Plan of {given.config.name}", str(given.config), plan.to_json(), text))
     if given.json:
         told: dict[str, Any] = {**plan.to_json(), "changes": [_trial_json(plan, trial) for trial in changes]}
         if given.fit:
             told["fastest"] = None if fastest is None else _trial_json(plan, fastest)
         sys.stdout.write(f"{json.dumps(told, indent=1)}\n")
     else:
-        parts = [plan.render()]
-        parts += [render_changes(plan, changes)] if plan.problems else []
-        parts += [render_fastest(plan, fastest, given.config, overrides)] if given.fit else []
-        sys.stdout.write("\n".join(parts) + "\n")
+        sys.stdout.write(f"{text}\n")
     return 2 if plan.problems and fastest is None else 0
+
+
+def _report(
+    plan: Plan, changes: Sequence[Trial], fastest: Trial | None, path: Path, overrides: Sequence[str], *, searches: bool
+) -> str:
+    """Render the plan, changes that make it fit, and the fastest values if they were searched for."""
+    parts = [plan.render()]
+    parts += [render_changes(plan, changes)] if plan.problems else []
+    parts += [render_fastest(plan, fastest, path, overrides)] if searches else []
+    return "\n".join(parts)
+
+
+def _calibrate(path: Path) -> int:
+    """Measure the rates of this machine and write them to a file."""
+    import torch
+
+    from nemo_offload_rl.memory.calibrate import calibrate
+
+    if path.suffix != ".json":
+        raise ConfigError(f"--calibrate={path}: --gpu takes names that end with .json; give such a name")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    gpu = calibrate(device)
+    _write(path, f"{json.dumps(gpu.to_json(), indent=1)}\n")
+    sys.stdout.write(f"{gpu.name}: {json.dumps(gpu.to_json()['rates'])}\nwritten to {path}; use it as --gpu {path}\n")
+    return 0
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; give the name of a file") from error
 
 
 def _trial_json(plan: Plan, trial: Trial) -> dict[str, Any]:

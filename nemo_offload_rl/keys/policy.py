@@ -14,6 +14,10 @@ from nemo_offload_rl.keys.generation import GenerationConfig
 from nemo_offload_rl.keys.megatron import MegatronConfig
 from nemo_offload_rl.keys.section import doc, section, value_of
 
+AUTO = "auto"
+AUTO_KEYS = ("train_micro_batch_size", "logprob_batch_size")
+"""Keys that may be `auto` in a file; a number replaces it before the keys are checked."""
+
 
 @section
 class OptimizerConfig:
@@ -99,10 +103,17 @@ class TrainedPolicyConfig:
     train_global_batch_size: Annotated[
         int, doc("Sequences per optimizer step, over all workers: responses, or pairs in DPO.", ge=1)
     ]
-    train_micro_batch_size: Annotated[int, doc("Sequences per worker in one forward and backward pass.", ge=1)]
-    logprob_batch_size: Annotated[int, doc("Sequences per worker in one forward pass for logprobs.", ge=1)] = value_of(
-        "${policy.train_micro_batch_size}"
-    )
+    train_micro_batch_size: Annotated[
+        int,
+        doc(
+            "Sequences per worker in one forward and backward pass; `auto` chooses the most that fit the GPU with a "
+            "margin and divide a worker's share, up to 32,768 tokens, and up to 4 sequences on a CPU.",
+            ge=1,
+        ),
+    ]
+    logprob_batch_size: Annotated[
+        int, doc("Sequences per worker in one forward pass for logprobs; `auto` as for training.", ge=1)
+    ] = value_of("${policy.train_micro_batch_size}")
     logprob_chunk_size: Annotated[
         int | None, doc("Compute logits for this many positions at a time, to save memory; null for all at once.", ge=1)
     ] = None

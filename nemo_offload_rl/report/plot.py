@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _SIZE_INCHES = (4.6, 2.7)  # about the width of a phone, at which text keeps its size
 _LEGEND_COLUMNS = 3
 _LEGEND_ROW_INCHES = 0.18
-_COLORS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e")
+COLORS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e")
 _REST_COLOR = "#9498a0"
 _MAX_MARKERS = 40
 _MAX_PARTS = 60  # means of neighbouring steps where a run has more of them
@@ -152,7 +152,7 @@ def _draw_lines(axes: Axes, figure: Lines, metrics: Metrics) -> list[Drawn]:
         steps, values = metrics.series(name)
         lost = [step for step, value in zip(steps, values, strict=True) if not math.isfinite(value)]
         missing.update(lost)
-        color = _COLORS[list(figure.lines).index(name)]
+        color = COLORS[list(figure.lines).index(name)]
         names = None
         if len(steps) > _MAX_POINTS:
             axes.plot(steps, values, color=color, alpha=0.3, linewidth=0.8, rasterized=True)
@@ -215,7 +215,7 @@ def _draw_stack(axes: Axes, layers: Layers, metrics: Metrics) -> list[Drawn]:
 
 def layer_colors(layers: Layers) -> dict[str, str]:
     """Color of each layer that is not 0 everywhere."""
-    colors = iter(_COLORS * (1 + len(layers.values) // len(_COLORS)))
+    colors = iter(COLORS * (1 + len(layers.values) // len(COLORS)))
     drawn = [label for label, values in layers.values.items() if any(values)]
     return {label: _REST_COLOR if label == OTHER else next(colors) for label in drawn}
 

@@ -6,17 +6,21 @@ A file of NeMo-RL is translated to this package's keys first.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from nemo_offload_rl.errors import ConfigError
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
     from nemo_offload_rl.config.algorithms import Algorithm
     from nemo_offload_rl.config.rules.base import RuleSet
     from nemo_offload_rl.keys.master import DistillationConfig, DpoConfig, EvalConfig, GrpoConfig, RunConfig, SftConfig
+    from nemo_offload_rl.memory.account import Account
 
 logger = logging.getLogger(__name__)
 
@@ -62,12 +66,15 @@ def load_eval_config(source: Source, overrides: Changes = ()) -> EvalConfig:
     return _load("eval", source, overrides)
 
 
-def load_for_planning(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, RuleSet[Any]]:
+def load_for_planning(
+    path: str | Path, overrides: Sequence[str], account_of: Callable[[RunConfig], Account]
+) -> tuple[RunConfig, RuleSet[Any]]:
     """Load a run's keys, each checked on its own, and its unchecked rules.
 
     Args:
         path: A YAML file of a run that trains; its sections determine the algorithm.
         overrides: Hydra overrides, applied in order.
+        account_of: Counts the memory of a run on the machine of the plan, to choose sizes that are `auto`.
 
     Raises:
         ConfigError: The configuration is wrong; its one line says how to correct it.
@@ -82,34 +89,81 @@ def load_for_planning(path: str | Path, overrides: Sequence[str] = ()) -> tuple[
     if algorithm is None:
         names = ", ".join(algorithm.name for algorithm in kinds)
         raise ConfigError(f"{path} has no section {names}; give the configuration of a run that trains")
-    return validate_keys(_resolve(algorithm, path, overrides), algorithm.keys), algorithm.rules
+    resolved = _with_sizes(algorithm, path, overrides, account_of)
+    return validate_keys(resolved, algorithm.keys), algorithm.rules
 
 
 def _load(name: str, source: Source, overrides: Changes) -> Any:
     from nemo_offload_rl.config.algorithms import ALGORITHMS
 
     algorithm = ALGORITHMS[name]
-    resolved = _resolve(algorithm, source, overrides)
+    resolved = _with_sizes(algorithm, source, overrides, _account_here)
     return algorithm.convert(algorithm.check(resolved), resolved)
 
 
-def _resolve(algorithm: Algorithm, source: Source, overrides: Changes) -> Mapping[str, Any]:
-    """Read a file or a dictionary with defaults and overrides, in this package's keys, with whole paths."""
+def _account_here(cfg: RunConfig) -> Account:
+    from nemo_offload_rl.memory.account import Account
+    from nemo_offload_rl.memory.machine import Machine
+
+    return Account(cfg, Machine.here(cfg.cluster))
+
+
+def _with_sizes(
+    algorithm: Algorithm, source: Source, overrides: Changes, account_of: Callable[[RunConfig], Account]
+) -> Mapping[str, Any]:
+    """Do the work of `_resolve`, and choose the batch sizes that are `auto`."""
+    from nemo_offload_rl.config.validate import validate_keys
+
+    automatic: list[str] = []
+    resolved = _resolve(algorithm, source, overrides, automatic)
+    if not automatic:
+        return resolved
+    from nemo_offload_rl.memory.micro_batches import choose_batch_sizes
+
+    sizes = choose_batch_sizes(account_of(validate_keys(resolved, algorithm.keys)), automatic)
+    for key, size in sizes.items():
+        logger.info("policy.%s is auto: %d", key, size)
+    return _resolve(algorithm, source, overrides, automatic, sizes)
+
+
+def _resolve(
+    algorithm: Algorithm,
+    source: Source,
+    overrides: Changes,
+    automatic: list[str],
+    sizes: Mapping[str, int] = MappingProxyType({}),
+) -> Mapping[str, Any]:
+    """Read a file or a dictionary with defaults and overrides, in this package's keys, with whole paths.
+
+    Args:
+        algorithm: The kind of run.
+        source: The file or the dictionary.
+        overrides: Changes of its keys.
+        automatic: Gets the keys of `policy` that are `auto`.
+        sizes: Their values; 1 for those that it leaves out.
+    """
     from nemo_offload_rl.config.algorithms import ALGORITHMS
     from nemo_offload_rl.config.keys import takes_text
     from nemo_offload_rl.config.nemo_rl import is_nemo_rl
     from nemo_offload_rl.config.validate import missing_key_message
+    from nemo_offload_rl.keys.policy import AUTO, AUTO_KEYS
     from nemo_offload_rl.keys.section import fill_defaults
     from nemo_offload_rl.targets import with_whole_paths
-    from nemo_offload_rl.utils.config import load_config
+    from nemo_offload_rl.utils.config import is_text_at, load_config
 
     def fill(keys: dict[str, Any]) -> None:
         if algorithm.name in keys and not is_nemo_rl(keys):
             fill_defaults(algorithm.keys, keys)
 
+    def replace_auto(config: DictConfig) -> None:
+        policy = config.get("policy")
+        automatic[:] = [key for key in AUTO_KEYS if is_text_at(policy, key, AUTO)]
+        for key in automatic:
+            config["policy"][key] = sizes.get(key, 1)
+
     path = "the dictionary" if isinstance(source, Mapping) else source
     missing, is_text = partial(missing_key_message, algorithm.keys), partial(takes_text, algorithm.keys)
-    raw = load_config(source, overrides, missing, fill, is_text)
+    raw = load_config(source, overrides, missing, fill, is_text, replace_auto)
     if is_nemo_rl(raw):
         from nemo_offload_rl.migrate import migrate
 

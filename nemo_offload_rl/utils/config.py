@@ -58,6 +58,7 @@ def load_config(
     missing: MissingKeyMessage | None = None,
     fill: Callable[[dict[str, Any]], None] | None = None,
     takes_text: Callable[[str], bool] = lambda key: False,
+    finish: Callable[[DictConfig], None] = lambda config: None,
 ) -> dict[str, Any]:
     """Read, inherit, override and resolve.
 
@@ -69,6 +70,7 @@ def load_config(
         fill: Sets keys that are left out, in nested dictionaries with unresolved interpolations. Called before the
             overrides, which may change these keys, and after them, for sections that they add.
         takes_text: Tells whether a dotted key takes text and no other kind of value, apart from null.
+        finish: Changes keys in place, after the overrides and before interpolations.
 
     Returns:
         Nested dictionaries and lists without interpolations.
@@ -88,6 +90,7 @@ def load_config(
     for text in overrides:
         _apply_override(config, text, missing, file, takes_text)
     config = _filled(config, fill)
+    finish(config)
     try:
         resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
@@ -102,6 +105,13 @@ def _filled(config: DictConfig, fill: Callable[[dict[str, Any]], None] | None) -
     keys = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
     fill(keys)
     return config if keys == OmegaConf.to_container(config, resolve=False) else OmegaConf.create(keys)
+
+
+def is_text_at(section: Any, key: str, text: str) -> bool:
+    """Tell whether a key of an unresolved section has this text itself, not by an interpolation."""
+    if not isinstance(section, DictConfig) or key not in section or OmegaConf.is_interpolation(section, key):
+        return False
+    return section[key] == text
 
 
 def load_unresolved(path: str | Path) -> DictConfig:

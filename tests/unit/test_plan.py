@@ -10,9 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.memory.account import model_sizes
+from nemo_offload_rl.memory.calibrate import calibrate
 from nemo_offload_rl.memory.gpus import KNOWN, Gpu, find_gpu
 from nemo_offload_rl.plan import Plan, Target, main, plan_run, render_changes, search_of, usable_host_bytes
 from nemo_offload_rl.residency import Phase
@@ -197,7 +199,11 @@ def test_the_command_prints_the_plan_and_its_status_says_whether_it_fits(tmp_pat
         check=False,
     )
     assert (done.returncode, done.stderr) == (2, "")
-    assert main([*argv, "--gpu", "NVIDIA H200", "--gpus", "1", "--host-gib", "125.9"]) == 0
+    page = tmp_path / "plan.html"
+    assert main([*argv, "--gpu", "NVIDIA H200", "--gpus", "1", "--host-gib", "125.9", "--html", str(page)]) == 0
+    assert page.read_text().count("<svg") == 2
+    with pytest.raises(ConfigError, match="cannot be written: Is a directory"):
+        main([*argv, "--gpu", "H200", "--html", str(tmp_path)])
     for text, fits in ((done.stdout, False), (capsys.readouterr().out, True)):
         assert text.startswith("8.19 B parameters; residency plan of each policy worker:\ngroup")
         assert " s a step of 64 sequences of 528 tokens" in text
@@ -237,6 +243,9 @@ def test_changes_and_the_fastest_values_were_tried_and_fit_when_loaded(tmp_path)
 def test_a_gpu_is_known_by_name_or_by_a_file_and_others_are_told_so(tmp_path):
     assert find_gpu("NVIDIA H100 80GB HBM3") == find_gpu("h100") == KNOWN["H100"]
     file = tmp_path / "mine.json"
+    file.write_text(json.dumps(calibrate(torch.device("cpu"), 0.0).to_json()))
+    measured = find_gpu(str(file))
+    assert measured.name == "CPU" and measured.rates is not None and "--calibrate" in measured.rates.source
     file.write_text(json.dumps(KNOWN["H200"].to_json()))
     assert find_gpu(str(file)) == KNOWN["H200"]
     file.write_text(json.dumps({**KNOWN["H200"].to_json(), "memory_bytes": -1}))
