@@ -1,32 +1,38 @@
 """Steps with rows of four times the usual length, for which device memory does not suffice.
 
     python benchmarks/oom_survival.py --out results/oom_survival.json
+    python benchmarks/oom_survival.py --ranks 2 --out results/oom_survival_two_gpus.json
     python benchmarks/oom_survival.py --device cpu --shape tiny --length 8 --steps 8
 
 For each backend, in a process of its own: steps of logprobs and training with and without the code that survives
 running out of memory, in turn, to compare their seconds; then `--steps` steps, of which every fifth has one row of four
 times the length in each micro-batch. The memory that torch may take is limited to what the usual steps took and a
 tenth. A micro-batch with a long row would need about three times the activations of a usual one; the long row alone
-fits.
+fits. Of several data-parallel ranks only the first has long rows; they cannot repeat a pass, but agree before it.
 
-Needs a GPU, for Megatron with Transformer Engine. On a CPU an error in the loss takes the place of the limit.
+Needs a GPU a rank, for Megatron with Transformer Engine. On a CPU an error in the loss takes the place of the limit,
+with one rank.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import GIB, NLL
 from qwen3_shapes import SHAPES, TIED
+from torch.multiprocessing.spawn import spawn
 from workers import CONFIGS, Run, Variant, on_device, random_batch, run_variants, worker_of
 
 LONGER = 4
@@ -47,40 +53,81 @@ class LimitedNLL(NLL):
         return super().__call__(logprobs_BS, batch, norm)
 
 
-def survive(run: Run, variant: Variant) -> dict[str, Any]:
-    """Measure one backend; `run.rows` are those of a micro-batch, of which a step has two."""
+def survive(num_ranks: int, run: Run, variant: Variant) -> dict[str, Any]:
+    """Measure one backend; `run.rows` are those of a micro-batch, of which each rank has two in a step."""
     run = replace(run, backend=variant.name, rows=2 * run.rows)
-    micro_batch, length = run.rows // 2, max(run.lengths) // LONGER
-    overrides = (f"policy.train_micro_batch_size={micro_batch}", f"policy.logprob_batch_size={micro_batch}")
+    if num_ranks == 1:
+        with on_device(run.device):
+            return measured_on(run, variant, worker_of(run, overrides_of(run, variant, 1)))
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(rank_main, (num_ranks, run, variant, folder), nprocs=num_ranks)
+        return json.loads((Path(folder) / "0.json").read_text())
+
+
+def overrides_of(run: Run, variant: Variant, num_ranks: int) -> tuple[str, ...]:
+    """Sizes of batches, and what the variant overrides."""
+    return (
+        f"policy.train_global_batch_size={run.rows * num_ranks}",
+        f"policy.train_micro_batch_size={run.rows // 2}",
+        f"policy.logprob_batch_size={run.rows // 2}",
+        *variant.overrides,
+    )
+
+
+def rank_main(rank: int, num_ranks: int, run: Run, variant: Variant, folder: str) -> None:
+    """One of several processes; writes its results into a file."""
+    from nemo_offload_rl.backends.ranks import join_process_group
+    from nemo_offload_rl.protocols.backend import ProcessInfo
+
+    process = ProcessInfo(
+        rank=rank,
+        world_size=num_ranks,
+        init_method=f"file://{folder}/rendezvous",
+        device=f"cuda:{rank}" if run.device == "cuda" else "cpu",
+        workers_per_host=num_ranks,
+        collective_timeout_s=60,
+    )
+    join_process_group(process)
     with on_device(run.device):
-        worker = worker_of(run, (*overrides, *variant.overrides))
-        generator = torch.Generator().manual_seed(0)
-        usual, troubled = (batch_of(run, length, generator, has_long=long) for long in (False, True))
-        limit = micro_batch * length if run.device == "cpu" else sys.maxsize
-        guarded, bare = worker._passes, unguarded(worker)
-        seconds: dict[bool, list[float]] = {True: [], False: []}
-        for _ in range(3):
-            step(worker, usual, NLL())
-        for pair in range(PAIRS):
-            for is_guarded in (True, False) if pair % 2 else (False, True):
-                worker._passes = guarded if is_guarded else bare
-                seconds[is_guarded].append(timed(run, lambda: step(worker, usual, NLL())))
-        limit_gib = limit_memory(run.device)
-        loss = LimitedNLL(most_tokens=limit)
-        fails_without = error_of(lambda: worker.forward_backward(troubled, loss))
-        worker._passes = guarded
-        found = steps(run, worker, usual, troubled, loss)
-        worker.shutdown()
+        worker = worker_of(run, overrides_of(run, variant, num_ranks), process=process)
+        found = measured_on(run, variant, worker, rank, num_ranks)
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def measured_on(run: Run, variant: Variant, worker: Any, rank: int = 0, num_ranks: int = 1) -> dict[str, Any]:
+    """Measure a rank's worker."""
+    length, is_alone = max(run.lengths) // LONGER, num_ranks == 1
+    generator = torch.Generator().manual_seed(rank)
+    usual, troubled = (batch_of(run, length, generator, has_long=long and not rank) for long in (False, True))
+    limit = run.rows // 2 * length if run.device == "cpu" and is_alone else sys.maxsize
+    guarded, bare = worker._passes, unguarded(worker)
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(3):
+        step(worker, usual, NLL())
+    for pair in range(PAIRS):
+        for is_guarded in (True, False) if pair % 2 else (False, True):
+            worker._passes = guarded if is_guarded else bare
+            seconds[is_guarded].append(timed(run, lambda: step(worker, usual, NLL())))
+    limit_gib = limit_memory(run.device)
+    loss = LimitedNLL(most_tokens=limit)
+    # Several ranks would wait for the one that failed.
+    error_without = error_of(lambda: worker.forward_backward(troubled, loss)) if is_alone else "not tried"
+    worker._passes = guarded
+    found = steps(run, worker, usual, troubled, loss, is_alone=is_alone)
+    worker.shutdown()
     return {
+        "ranks": num_ranks,
         "usual_s": statistics.median(seconds[True]),
         "usual_without_s": statistics.median(seconds[False]),
         "limit_gib": limit_gib,
-        "error_without": fails_without,
+        "error_without": error_without,
         **found,
     }
 
 
-def steps(run: Run, worker: Any, usual: Any, troubled: Any, loss: NLL) -> dict[str, Any]:
+def steps(run: Run, worker: Any, usual: Any, troubled: Any, loss: NLL, *, is_alone: bool) -> dict[str, Any]:
     """Run the steps, and count what was cut and what failed."""
     times: dict[bool, list[float]] = {True: [], False: []}
     splits, errors = [], []
@@ -96,6 +143,8 @@ def steps(run: Run, worker: Any, usual: Any, troubled: Any, loss: NLL) -> dict[s
         times[has_long].append(time.perf_counter() - begin)
         if error is not None:
             errors.append(f"step {index}: {error}")
+            if not is_alone:
+                raise RuntimeError(errors[-1])
     return {
         "steps": run.steps,
         "splits": sum(splits),
@@ -211,6 +260,7 @@ def main() -> None:
     parser.add_argument("--host-gib", type=int, default=4, help="host memory to touch before anything is measured")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--overrides", nargs="*", default=(), metavar="KEY=VALUE", help="of both backends")
+    parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks, each on a device")
     args = parser.parse_args()
     run = Run(
         shape=args.shape,
@@ -225,7 +275,7 @@ def main() -> None:
     # Compiling takes longer than all steps.
     of_backend = {"dtensor": ("policy.dtensor_cfg.torch_compile=false",), "megatron": ()}
     variants = [Variant(name, of_backend[name]) for name in args.backends or CONFIGS]
-    results = run_variants(args, run, variants, survive, ties_embeddings=args.shape in TIED)
+    results = run_variants(args, run, variants, partial(survive, args.ranks), ties_embeddings=args.shape in TIED)
     print(f"{results['machine']['gpu']}, {args.shape}, rows of {args.length} and {LONGER * args.length} tokens")
     for row in results["rows"]:
         show(row)

@@ -201,9 +201,12 @@ class ResidencyManager:
     def too_large_size(self, kind: PassKind, size: int) -> int:
         """Return the smallest size of a pass that is expected to run out of memory; `sys.maxsize` if `size` is not.
 
-        Ask before announcing the pass. Prefetched state is evicted as by `expect_work`.
+        Ask before announcing the pass. Prefetched state is evicted first.
         """
         self._make_way(kind, size)
+        found = self.work.too_large_size(kind, size)
+        if found > size or self._prefetcher.is_paused or not self.evict():
+            return found
         return self.work.too_large_size(kind, size)
 
     def _make_way(self, kind: PassKind, size: int) -> None:

@@ -70,13 +70,14 @@ class WorkMemory:
     def too_large_size(self, kind: PassKind, size: int) -> int:
         """Return the smallest size of a pass, up to `size`, that is expected to need more than is free.
 
-        `sys.maxsize` if there is none. Sizes that were seen are never too large.
+        `sys.maxsize` if there is none. Measured needs have a margin, but sizes that were seen are never too large.
         """
         need = self._seen.get(self._phase, {}).get(kind) if self._phase is not None else None
         need = need or self._new_need(kind)
         if not need.is_known or size <= need.most_tokens:
             return sys.maxsize
-        found = bisect_right(range(size + 1), self._device.free_bytes(), key=need.expected_bytes)
+        needed_bytes = need.expected_with_margin if need.most_tokens else need.expected_bytes
+        found = bisect_right(range(size + 1), self._device.free_bytes(), key=needed_bytes)
         return sys.maxsize if found > size else max(found, need.most_tokens + 1)
 
     def needed_bytes(self, phase: Phase) -> int:

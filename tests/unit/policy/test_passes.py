@@ -36,6 +36,7 @@ from nemo_offload_rl.residency import (
     ResidencyManager,
     ResidencySettings,
     StateGroup,
+    needs,
     resolve_plan,
 )
 from nemo_offload_rl.residency.streams import work_memory
@@ -62,8 +63,9 @@ class BusyDevice(SimulatedDevice):
 
 def make_manager(capacity_bytes: int, monkeypatch) -> tuple[ResidencyManager, BusyDevice, dict[str, nn.Parameter]]:
     """Parameters of 40 bytes and an optimizer of 80, which comes early behind logprobs where there is room."""
-    monkeypatch.setattr(work_memory, "RESERVE_BYTES", 0)
-    monkeypatch.setattr(work_memory, "MARGIN", 1.0)
+    for module in (needs, work_memory):
+        monkeypatch.setattr(module, "RESERVE_BYTES", 0)
+        monkeypatch.setattr(module, "MARGIN", 1.0)
     device = BusyDevice(capacity_bytes)
     tensors = {"params": torch.arange(10.0), "optimizer": torch.arange(20.0)}
     groups = [StateGroup(name, lambda name=name: [(name, tensors[name])]) for name in tensors]
