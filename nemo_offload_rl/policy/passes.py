@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 MANY_MICRO_BATCHES = 8
 _STILL_TOO_LARGE = 0.9  # share of the size that ran out of memory; without it, packs of about one size fail one by one
 _GIB = 2**30
+# Of memory that CUDA's libraries take outside of torch's allocator.
+_FROM_LIBRARIES = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
 
 
 class MicroBatches[Batch: TokenBatch](Sequence[Batch]):
@@ -72,13 +74,14 @@ class Attempt[Batch: TokenBatch]:
 
     def __init__(self, micro_batches: MicroBatches[Batch]) -> None:
         self.micro_batches = micro_batches
-        self.error: torch.OutOfMemoryError | DeviceOutOfMemoryError | None = None
+        self.error: BaseException | None = None
 
     def __enter__(self) -> None:
         """Begin."""
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> bool:
-        if isinstance(error, (torch.OutOfMemoryError, DeviceOutOfMemoryError)):
+        is_kind = isinstance(error, (torch.OutOfMemoryError, DeviceOutOfMemoryError))
+        if is_kind or (isinstance(error, RuntimeError) and any(text in str(error) for text in _FROM_LIBRARIES)):
             self.error = error
         return self.error is not None
 
