@@ -96,7 +96,7 @@ class Plan:
     @property
     def counts_passes(self) -> bool:
         """Tell whether the phases include what passes need."""
-        return all(hasattr(use, "pass_bytes") for use in self.phases)
+        return all(use.pass_bytes is not None for use in self.phases)
 
     def render(self) -> str:
         """Render the plan, memory, copies, seconds and the verdict as text."""
@@ -134,7 +134,7 @@ class Plan:
         """GiB of a GPU at the peak of each phase, by owner; owners without bytes are left out."""
         table: dict[str, dict[str, float]] = {}
         for use in self.phases:
-            sizes = {**use.state, "passes": getattr(use, "pass_bytes", 0)}
+            sizes = {**use.state, "passes": use.pass_bytes or 0}
             sizes |= {"engine": use.engine_bytes, "contexts": use.other_bytes}
             table[use.phase.name] = {name: size / _GIB for name, size in sizes.items()}
         used = {name for sizes in table.values() for name, size in sizes.items() if size}

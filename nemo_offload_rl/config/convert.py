@@ -26,10 +26,9 @@ from nemo_offload_rl.keys.master import (
     SftConfig,
     SftMasterConfig,
 )
-from nemo_offload_rl.keys.policy import TeacherConfig
 from nemo_offload_rl.keys.run import ClusterConfig
 from nemo_offload_rl.keys.section import as_written, extend, from_mapping, keys_of
-from nemo_offload_rl.keys.worker import PolicySettings, TeacherSettings, grpo_worker, supervised_worker
+from nemo_offload_rl.keys.worker import TeacherSettings, grpo_worker, supervised_worker, teacher_model
 from nemo_offload_rl.utils.sockets import listening
 
 CPU_KV_CACHE_GIB = 1.0
@@ -75,41 +74,6 @@ def _engine(cfg: RolloutMasterConfig) -> VllmSettings:
         vllm_kwargs=policy.generation.vllm_kwargs,
         seed=section.seed,
         endpoint=_endpoint(cfg),
-    )
-
-
-def teacher_model(worker: PolicySettings, teacher: TeacherConfig) -> PolicySettings:
-    """Make a teacher's settings: the policy's with the teacher's keys, without adapters and optimizer."""
-    size = teacher.dtensor_cfg.tensor_parallel_size
-    dtensor = replace(
-        worker.dtensor_cfg,
-        tensor_parallel_size=size,
-        expert_parallel_size=1,  # a teacher of another family may have no experts, or another number
-        context_parallel_size=1,  # without gradients there are few activations
-        sequence_parallel=False,
-        torch_compile=worker.dtensor_cfg.torch_compile and size == 1,
-        lora_cfg=replace(worker.dtensor_cfg.lora_cfg, enabled=False),
-    )
-    megatron = worker.megatron_cfg
-    if megatron is not None:
-        megatron = replace(
-            megatron,
-            peft=replace(megatron.peft, enabled=False),
-            fp8_cfg=replace(megatron.fp8_cfg, enabled=False),
-            fine_grained_activation_offloading=False,
-            pipeline_dtype=teacher.precision,
-        )
-    return replace(
-        worker,
-        model_name=teacher.model_name,
-        hf_config_overrides=teacher.hf_config_overrides,
-        precision=teacher.precision,
-        logprob_batch_size=teacher.logprob_batch_size,
-        logprob_chunk_size=teacher.logprob_chunk_size,
-        optimizer=None,
-        scheduler=None,
-        dtensor_cfg=dtensor,
-        megatron_cfg=megatron,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nemo_offload_rl.keys.policy import (
@@ -12,6 +12,7 @@ from nemo_offload_rl.keys.policy import (
     SchedulerEntry,
     SchedulerMilestonesConfig,
     SchedulerPhaseConfig,
+    TeacherConfig,
     TrainedPolicyConfig,
 )
 from nemo_offload_rl.keys.section import extend
@@ -96,6 +97,15 @@ class PolicySettings(RolloutKeys, TrainedPolicyConfig):
                 return max(batching.train_mb_tokens, longest)
         return self.train_micro_batch_size * longest
 
+    @property
+    def most_logprob_tokens(self) -> int:
+        """Maximum tokens in a micro-batch for logprobs, padding included."""
+        by_rows = replace(self, train_micro_batch_size=self.logprob_batch_size)
+        for name in ("sequence_packing", "dynamic_batching"):
+            batching = getattr(self, name)
+            by_rows = replace(by_rows, **{name: replace(batching, train_mb_tokens=batching.logprob_mb_tokens)})
+        return by_rows.most_train_tokens
+
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherSettings:
@@ -133,3 +143,38 @@ def supervised_worker(policy: TrainedPolicyConfig, seed: int, rows_per_item: int
     sizes = ("train_global_batch_size", "train_micro_batch_size", "logprob_batch_size")
     in_rows = {name: rows_per_item * getattr(policy, name) for name in sizes}
     return extend(PolicySettings, policy, **_NO_ROLLOUTS, **in_rows, seed=seed)
+
+
+def teacher_model(worker: PolicySettings, teacher: TeacherConfig) -> PolicySettings:
+    """Make a teacher's settings: the policy's with the teacher's keys, without adapters and optimizer."""
+    size = teacher.dtensor_cfg.tensor_parallel_size
+    dtensor = replace(
+        worker.dtensor_cfg,
+        tensor_parallel_size=size,
+        expert_parallel_size=1,  # a teacher of another family may have no experts, or another number
+        context_parallel_size=1,  # without gradients there are few activations
+        sequence_parallel=False,
+        torch_compile=worker.dtensor_cfg.torch_compile and size == 1,
+        lora_cfg=replace(worker.dtensor_cfg.lora_cfg, enabled=False),
+    )
+    megatron = worker.megatron_cfg
+    if megatron is not None:
+        megatron = replace(
+            megatron,
+            peft=replace(megatron.peft, enabled=False),
+            fp8_cfg=replace(megatron.fp8_cfg, enabled=False),
+            fine_grained_activation_offloading=False,
+            pipeline_dtype=teacher.precision,
+        )
+    return replace(
+        worker,
+        model_name=teacher.model_name,
+        hf_config_overrides=teacher.hf_config_overrides,
+        precision=teacher.precision,
+        logprob_batch_size=teacher.logprob_batch_size,
+        logprob_chunk_size=teacher.logprob_chunk_size,
+        optimizer=None,
+        scheduler=None,
+        dtensor_cfg=dtensor,
+        megatron_cfg=megatron,
+    )

@@ -1,7 +1,7 @@
 """Counts a run's memory by phase and owner, from its configuration and the files of its model alone.
 
-It counts state, engines, and memory that stays on a GPU when state leaves. It does not count activations and the
-building of a model: a run that does not fit by this account cannot work, and one that fits may still be too tight.
+It counts state, passes, engines, and memory that stays on a GPU when state leaves. It does not count the building of a
+model, nor passes of a model whose files are not here or whose code does not run without data.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from nemo_offload_rl.keys.master import (
 from nemo_offload_rl.keys.megatron import MegatronConfig
 from nemo_offload_rl.keys.policy import PolicyConfig
 from nemo_offload_rl.keys.section import replace_key
-from nemo_offload_rl.keys.worker import PolicySettings, grpo_worker, supervised_worker
+from nemo_offload_rl.keys.worker import PolicySettings, grpo_worker, supervised_worker, teacher_model
 from nemo_offload_rl.memory.gpus import (
     DRIVER_REST_BYTES,
     DTENSOR_REST_BYTES,
@@ -43,6 +43,7 @@ from nemo_offload_rl.memory.gpus import (
 from nemo_offload_rl.memory.host_plan import HostNeed, HostPlan, host_need
 from nemo_offload_rl.memory.limits import memory_total_bytes
 from nemo_offload_rl.memory.machine import Machine
+from nemo_offload_rl.memory.passes import PASSES, most_tokens, pass_needs
 from nemo_offload_rl.models.shape import ModelShape
 from nemo_offload_rl.protocols.backend import COMPUTE_DTYPES, ExpectedBytes
 from nemo_offload_rl.residency import (
@@ -56,13 +57,17 @@ from nemo_offload_rl.residency import (
     PHASES,
     REFERENCE,
     TEACHER,
+    PassKind,
+    PassNeed,
     Phase,
     Placement,
 )
+from nemo_offload_rl.residency.needs import RESERVE_BYTES
 from nemo_offload_rl.utils.flops import ModelSizes, count_sizes, read_model_sizes
 
 _GIB = 2**30
 _FP32_BYTES = 4
+TOLERANCE = 0.04  # of a GPU, by which estimates of passes may be off (tests/unit/memory/test_passes.py)
 
 # Groups that pass through the GPU part by part: the group that each is a part of, and the phases that use it.
 _WHOLE = {PARAMS_PART: PARAMS, GRADS_PART: GRADS, OPTIMIZER_PART: OPTIMIZER}
@@ -83,6 +88,7 @@ class PhaseUse:
         state: The policy's state by name; for groups that stream in parts, the embedding's part.
         engine_bytes: Memory of the engine.
         other_bytes: Contexts, communicators and captured graphs.
+        pass_bytes: Most that a pass of the phase needs in addition to state; None if that is unknown.
         early_bytes: State of the next phase that comes early if this one has room.
         gpu_bytes: Memory of the GPU.
         limit_bytes: Limit of the policy's own process (`policy.gpu_memory_limit_gib`); None for the whole GPU.
@@ -92,6 +98,7 @@ class PhaseUse:
     state: Mapping[str, int]
     engine_bytes: int
     other_bytes: int
+    pass_bytes: int | None
     early_bytes: int
     gpu_bytes: int
     limit_bytes: int | None
@@ -104,18 +111,32 @@ class PhaseUse:
     @property
     def total_bytes(self) -> int:
         """Bytes of all owners, without state that comes early."""
-        return self.state_bytes + self.engine_bytes + self.other_bytes
+        return self.state_bytes + (self.pass_bytes or 0) + self.engine_bytes + self.other_bytes
 
     @property
     def left_bytes(self) -> int:
-        """Bytes that the GPU and the limit leave for passes; negative if memory is short."""
+        """Bytes that the GPU and the limit leave; negative if memory is short. For passes, where they are unknown."""
         left_bytes = self.gpu_bytes - self.total_bytes
-        return left_bytes if self.limit_bytes is None else min(left_bytes, self.limit_bytes - self.state_bytes)
+        if self.limit_bytes is None:
+            return left_bytes
+        return min(left_bytes, self.limit_bytes - self.state_bytes - (self.pass_bytes or 0))
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of all owners at the peak: state comes early as far as passes leave room, less a reserve."""
+        return self.total_bytes + min(self.early_bytes, max(0, self.left_bytes - RESERVE_BYTES))
+
+    @property
+    def is_short(self) -> bool:
+        """Tell whether memory is short, by more than passes may be wrongly estimated."""
+        pass_bytes = self.pass_bytes or 0
+        return self.left_bytes + pass_bytes < 0 or self.left_bytes < -min(pass_bytes, TOLERANCE * self.gpu_bytes)
 
     @property
     def exceeds_limit(self) -> bool:
-        """Tell whether the policy's state alone is above the limit."""
-        return self.limit_bytes is not None and self.state_bytes > self.limit_bytes
+        """Tell whether the policy's state and passes are above the limit."""
+        own_bytes = self.state_bytes + (self.pass_bytes or 0)
+        return self.limit_bytes is not None and own_bytes > self.limit_bytes
 
 
 class Account:
@@ -173,7 +194,7 @@ class Account:
     @cached_property
     def need(self) -> HostNeed:
         """Least host memory of one worker; loading and Megatron's activations are not counted."""
-        cfg, settings = self.cfg, self._settings()
+        cfg, settings = self.cfg, self.settings
         return host_need(
             settings,
             self._expected(settings),
@@ -188,9 +209,13 @@ class Account:
         """The residency plan of one worker."""
         return self.need.resolve()
 
-    def _settings(self) -> PolicySettings:
+    @cached_property
+    def settings(self) -> PolicySettings:
+        """Settings of a policy worker."""
         policy, seed = self.cfg.policy, self.cfg.algorithm[1].seed
-        return grpo_worker(policy, seed) if isinstance(policy, PolicyConfig) else supervised_worker(policy, seed)
+        if isinstance(policy, PolicyConfig):
+            return grpo_worker(policy, seed)
+        return supervised_worker(policy, seed, rows_per_item=2 if isinstance(self.cfg, DpoMasterConfig) else 1)
 
     def _expected(self, settings: PolicySettings) -> ExpectedBytes:
         groups, backend = self.groups, settings.backend
@@ -292,12 +317,31 @@ class Account:
                 state=self._state_in(phase),
                 engine_bytes=engine_bytes.get(phase, 0),
                 other_bytes=self._rest_bytes(phase),
+                pass_bytes=self._pass_bytes(phase),
                 early_bytes=self._early_bytes(phase),
                 gpu_bytes=gpu_bytes,
                 limit_bytes=None if limit_gib is None else int(limit_gib * _GIB),
             )
             for phase in phases
         )
+
+    @cached_property
+    def pass_needs(self) -> Mapping[PassKind, PassNeed]:
+        """Need of a GPU of each kind of pass that is known."""
+        return pass_needs(self.settings, self.cfg.cluster.world_size, self.groups[GRADS], self._teacher_settings)
+
+    @property
+    def _teacher_settings(self) -> PolicySettings | None:
+        cfg = self.cfg
+        return teacher_model(self.settings, cfg.teacher) if isinstance(cfg, DistillationMasterConfig) else None
+
+    def _pass_bytes(self, phase: Phase) -> int | None:
+        """Most bytes that a pass of the phase needs with the configuration's largest micro-batch; None if unknown."""
+        if phase not in PASSES:
+            return 0
+        need = self.pass_needs.get(PASSES[phase])
+        num_tokens = most_tokens(PASSES[phase], self.settings, self._teacher_settings)
+        return None if need is None else need.num_bytes(num_tokens)
 
     @property
     def rows_in_parts(self) -> frozenset[str]:

@@ -29,6 +29,7 @@ from nemo_offload_rl.backends.dtensor.model import decoder_layers
 from nemo_offload_rl.backends.dtensor.parallel import cast_inputs
 from nemo_offload_rl.backends.dtensor.supported import COLUMNS, ROWS
 from nemo_offload_rl.backends.hf.export import load_config
+from nemo_offload_rl.backends.hf.model_folder import local_folder
 from nemo_offload_rl.keys.dtensor import DTensorLoraConfig
 from nemo_offload_rl.keys.worker import PolicySettings
 from nemo_offload_rl.memory.layer_trace import LayerCall, LayerMemory, live_bytes, trace_layer
@@ -43,23 +44,21 @@ _ON_DEVICE = 4  # inputs of layers on the device if they are offloaded
 
 @dataclass(frozen=True)
 class _Rows:
-    """Shape of a micro-batch on one rank: rows of so many tokens, packed or padded."""
+    """Shape of a micro-batch on one rank: rows of so many tokens, packed or padded, of which ranks share each."""
 
     num_rows: int
     num_tokens: int
     is_packed: bool
-
-    @property
-    def total(self) -> int:
-        return self.num_rows * self.num_tokens
+    num_sharing: int = 1
 
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """A traced model, as one rank has it; bytes of activations are those of `num_tokens` tokens.
+    """A traced model, as one rank has it; bytes of activations are those of all tokens of the trace.
 
     Attributes:
-        num_tokens: Tokens of the trace.
+        num_tokens: Tokens of the trace on this rank.
+        num_sharing: Ranks that share each row.
         hidden_bytes: Hidden states.
         outer_bytes: Kept outside of the layers: the last norm, masks, rotary angles.
         layers: Memory of each layer.
@@ -73,6 +72,7 @@ class ModelMemory:
     """
 
     num_tokens: int
+    num_sharing: int
     hidden_bytes: int
     outer_bytes: int
     layers: Sequence[LayerMemory]
@@ -86,7 +86,7 @@ class ModelMemory:
 
     def need(self, fixed_bytes: int, token_bytes: int) -> PassNeed:
         """Make a need of fixed bytes and of those of all tokens of the trace."""
-        return PassNeed(fixed_bytes, token_bytes / self.num_tokens)
+        return PassNeed(fixed_bytes, token_bytes / (self.num_tokens * self.num_sharing))
 
 
 def training_need(settings: PolicySettings, num_workers: int, grads_bytes: int) -> PassNeed | None:
@@ -103,9 +103,9 @@ def training_need(settings: PolicySettings, num_workers: int, grads_bytes: int) 
     dtensor = settings.dtensor_cfg
     num_shards = num_workers // dtensor.tensor_parallel_size
     dp_size = num_shards // dtensor.context_parallel_size
-    most_tokens = _rows(settings, is_training=True).total * dtensor.context_parallel_size
     step_tokens = settings.train_global_batch_size // dp_size * settings.max_total_sequence_length
-    return _training_need(model, settings, num_shards, grads_bytes, is_single=step_tokens <= most_tokens)
+    is_single = step_tokens <= settings.most_train_tokens and not settings.backend.streams_parameters
+    return _training_need(model, settings, num_shards, grads_bytes, is_single=is_single)
 
 
 def _training_need(
@@ -140,8 +140,9 @@ def _training_need(
     if not is_single and num_shards > 1:
         at_end += trained_fp32 // num_shards
     if settings.backend.streams_parameters:
-        # On the device are two parts with their gradients, of which state has the embedding's.
-        around_layer += 2 * 2 * layer * _FP32_BYTES // size - 2 * trained_fp32
+        # On the device are two parts with their gradients; state has those of the embedding, which are away then.
+        around_layer += 2 * (2 * layer - model.root_cast_bytes) * _FP32_BYTES // size
+        at_end = root + model.trained_root_bytes
     chunk, whole = (logits, 0) if has_chunks else (0, logits)
     return PassNeed(
         at_end,
@@ -157,11 +158,9 @@ def _training_need(
 def reading_need(settings: PolicySettings, num_workers: int) -> PassNeed | None:
     """Return what a pass without gradients needs in addition to parameters; None if that is unknown."""
     model = _traced(settings, _rows(settings, is_training=False), is_training=False)
-    return (
-        None
-        if model is None
-        else _reading_need(model, settings, num_workers // settings.dtensor_cfg.tensor_parallel_size)
-    )
+    if model is None:
+        return None
+    return _reading_need(model, settings, num_workers // settings.dtensor_cfg.tensor_parallel_size)
 
 
 def _reading_need(model: ModelMemory, settings: PolicySettings, num_shards: int) -> PassNeed:
@@ -177,7 +176,7 @@ def _reading_need(model: ModelMemory, settings: PolicySettings, num_shards: int)
     chunk, whole = (logits, 0) if settings.logprob_chunk_size is not None else (0, logits)
     around_layer = layer if num_shards == 1 else 2 * layer
     if settings.backend.streams_parameters:
-        around_layer += 2 * layer * _FP32_BYTES // size - root * _FP32_BYTES // size
+        around_layer += (2 * layer - model.root_cast_bytes) * _FP32_BYTES // size
     return PassNeed(
         root + root_copy,
         0.0,
@@ -200,8 +199,9 @@ def _rows(settings: PolicySettings, *, is_training: bool) -> _Rows:
     if by_length.enabled:
         budget = by_length.train_mb_tokens if is_training else by_length.logprob_mb_tokens
         num_rows = max(1, budget // longest)
-    longest //= dtensor.context_parallel_size
-    return _Rows(num_rows, _odd_multiple(longest, dtensor.tensor_parallel_size), is_packed=False)
+    cp_size = dtensor.context_parallel_size
+    num_tokens = _odd_multiple(longest // cp_size, dtensor.tensor_parallel_size)
+    return _Rows(num_rows, num_tokens, is_packed=False, num_sharing=cp_size)
 
 
 def _odd_multiple(num_tokens: int, divisor: int) -> int:
@@ -247,7 +247,8 @@ class _Model:
 @lru_cache(maxsize=4)
 def _built(model: _Model) -> Any:
     """Build a rank's part of a model without data, in the compute type."""
-    config = load_config(model.name, json.loads(model.overrides))
+    folder = local_folder(model.name)  # no hub is asked
+    config = load_config(model.name if folder is None else str(folder), json.loads(model.overrides))
     attention = choose_attention(
         config, torch.device("cuda"), model.dtype, longest=model.longest, packs=model.is_packed
     )
@@ -284,7 +285,8 @@ def _trace(model: _Model, rows: _Rows, *, is_compiled: bool) -> ModelMemory:
         if parameter not in inside
     }
     return ModelMemory(
-        num_tokens=rows.total,
+        num_tokens=rows.num_rows * rows.num_tokens,
+        num_sharing=rows.num_sharing,
         hidden_bytes=calls[0].hidden.nbytes,
         outer_bytes=outer_bytes,
         layers=[found[_kind(call)] for call in calls],

@@ -7,7 +7,14 @@ from collections.abc import Mapping
 from nemo_offload_rl.backends.hf.model_folder import local_config
 from nemo_offload_rl.keys.worker import PolicySettings
 from nemo_offload_rl.memory import activations, megatron_activations
-from nemo_offload_rl.residency import PassKind, PassNeed
+from nemo_offload_rl.residency import PassKind, PassNeed, Phase
+
+PASSES: Mapping[Phase, PassKind] = {
+    Phase.TRAINING: PassKind.TRAINING,
+    Phase.LP_INFERENCE: PassKind.LOGPROBS,
+    Phase.TEACHER_INFERENCE: PassKind.TEACHER,
+}
+"""Kind of the passes in a phase, in other phases there are none; the reference's are like those for logprobs."""
 
 
 def pass_needs(
@@ -34,6 +41,15 @@ def pass_needs(
     if teacher is not None:
         found[PassKind.TEACHER] = _reading_need(teacher, num_workers)
     return {kind: need for kind, need in found.items() if need is not None}
+
+
+def most_tokens(kind: PassKind, settings: PolicySettings, teacher: PolicySettings | None = None) -> int:
+    """Return the tokens of the largest micro-batch in passes of a kind; settings as for `pass_needs`."""
+    if kind in (PassKind.TRAINING, PassKind.EVALUATION):
+        return settings.most_train_tokens
+    if kind is PassKind.TEACHER and teacher is not None:
+        return teacher.most_logprob_tokens
+    return settings.most_logprob_tokens
 
 
 def _reading_need(settings: PolicySettings, num_workers: int) -> PassNeed | None:

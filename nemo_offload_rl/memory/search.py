@@ -132,6 +132,9 @@ class Search:
             kept = (one for one in self._dimensions if not one.changes_machine)
             dimensions = [one for one in kept if changes_numbers or not one.changes_numbers]
             starts = [self.given, self._smallest(dimensions)]
+            for trial in self.cheapest():
+                if not trial.changes_machine and (changes_numbers or not trial.changes_numbers):
+                    starts.append(trial)
             best = min((self._descend(start, dimensions) for start in starts), key=lambda trial: trial.cost)
             if best.fits and self._is_allowed(best):
                 return best

@@ -26,14 +26,15 @@ def gpu_limit_is_within_the_gpu(account: Account) -> str | None:
 
 
 def every_phase_has_room(account: Account) -> str | None:
-    """State, engine and contexts fit the GPU in every phase; activations are not counted."""
-    short = {use.phase: use for use in account.phases if use.left_bytes < 0}
+    """State, passes, engine and contexts fit the GPU in every phase."""
+    short = {use.phase: use for use in account.phases if use.is_short}
     if not short:
         return None
     # A shortage in the update, or while the engine is awake, has its own fixes and causes those of other phases.
     first = next((phase for phase in (Phase.OPTIM_STEP, Phase.GENERATION) if phase in short), None)
     use = short[first] if first else min(short.values(), key=lambda use: use.left_bytes)
-    parts = dict(use.state)
+    parts = {**use.state, "passes": use.pass_bytes or 0}
+    note = " without activations" if use.pass_bytes is None else ""
     engine = "the engine's weights" if use.phase is Phase.REFIT else "the awake engine"
     if use.exceeds_limit:  # the limit is for the policy's own process alone
         has = f"it has {account.cfg.policy.gpu_memory_limit_gib:.1f} within policy.gpu_memory_limit_gib"
@@ -41,13 +42,33 @@ def every_phase_has_room(account: Account) -> str | None:
         has = f"it has {use.gpu_bytes / _GIB:.1f}"
         parts |= {"contexts": use.other_bytes, engine: use.engine_bytes}
     if use.phase is not Phase.OPTIM_STEP:
-        fix = _fix_of_phase(account, use)
-        return refusal(f"phase {use.phase.name}", parts, "on each GPU", has, fix, note=" without activations")
+        is_by_passes = use.left_bytes + (use.pass_bytes or 0) >= 0
+        fix = _fix_of_passes(account, use.phase) if is_by_passes else _fix_of_phase(account, use)
+        return refusal(f"phase {use.phase.name}", parts, "on each GPU", has, fix, note=note)
     subject = "policy.model_name"
     if account.cfg.policy.backend.streams_parameters:
         subject = f"the embedding of {subject}, the largest part that the GPU holds whole,"
     fix = _fix_of_training(account, use)
-    return refusal(subject, parts, "on each GPU in training", has, fix, note=" without activations")
+    return refusal(subject, parts, "on each GPU in training", has, fix, note=note)
+
+
+def _fix_of_passes(account: Account, phase: Phase) -> str:
+    """Name keys that lower what passes of a phase need."""
+    policy = account.cfg.policy
+    by_rows, budget = "policy.logprob_batch_size", "logprob_mb_tokens"
+    if phase is Phase.TRAINING:
+        by_rows, budget = "policy.train_micro_batch_size", "train_mb_tokens"
+    elif phase is Phase.TEACHER_INFERENCE:
+        by_rows = "teacher.logprob_batch_size"
+    for section in ("sequence_packing", "dynamic_batching"):
+        if getattr(policy, section).enabled:
+            by_rows = f"policy.{section}.{budget}"
+    changes = [f"lower {by_rows}"]
+    if phase is Phase.TRAINING and not policy.backend.activation_checkpointing:
+        changes.append(f"set policy.{policy.backend.section}.activation_checkpointing=true")
+    if policy.logprob_chunk_size is None:
+        changes.append("set policy.logprob_chunk_size=1024")
+    return ", or ".join([*changes, "lower policy.max_total_sequence_length"])
 
 
 def _fix_of_training(account: Account, use: PhaseUse) -> str:

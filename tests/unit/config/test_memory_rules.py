@@ -67,7 +67,7 @@ def test_an_engine_that_leaves_too_little_is_refused_with_the_share_that_works(l
     key = "policy.generation.vllm_cfg.gpu_memory_utilization"
     load([f"{key}=0.9"], parameters=GIB, gpu_gib=80)
     with pytest.raises(
-        ConfigError, match=r"needs 80.4 GiB .*\(contexts 2.0, the awake engine 78.4\) .* lower .*utilization to 0.97"
+        ConfigError, match=r"needs 80.4 GiB .*\(contexts 2.0, the awake engine 78.4\), .* lower .*utilization to 0.97"
     ):
         load([f"{key}=0.98"], parameters=GIB, gpu_gib=80)
     load([f"{key}=0.97"], parameters=GIB, gpu_gib=80)
@@ -121,12 +121,16 @@ def test_gradients_and_parameters_count_where_the_optimizer_comes_in_parts(load)
     in_parts = [f"{OPTIMIZER}.offload_optimizer_states=true", f"{OPTIMIZER}.offload_optimizer_states_chunk_mib=1024"]
     fp32 = "policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32=true"
     load([*MEGATRON, *in_parts], parameters=18 * GIB, gpu_gib=80)
-    with pytest.raises(ConfigError, match=r"needs 82\.0 .*params 26\.0, grads 52\.0, contexts 4\.0\) .*_in_fp32=false"):
+    with pytest.raises(
+        ConfigError, match=r"needs 82\.0 .*params 26\.0, grads 52\.0, contexts 4\.0\), .*_in_fp32=false"
+    ):
         load([*MEGATRON, *in_parts, fp32], parameters=13 * GIB, gpu_gib=80)
     staying = f"{OPTIMIZER}.offload_optimizer_states_fraction=0.75"  # and a quarter stays
     with pytest.raises(ConfigError, match=r"params 26\.0, grads 26\.0, optimizer 32\.5, contexts 4\.0\)"):
         load([*MEGATRON, *in_parts, staying], parameters=13 * GIB, gpu_gib=80)
-    with pytest.raises(ConfigError, match=r"needs 84\.0 .*params 40\.0, grads 40\.0, contexts 4\.0\) .*use more GPUs$"):
+    with pytest.raises(
+        ConfigError, match=r"needs 84\.0 .*params 40\.0, grads 40\.0, contexts 4\.0\), .*use more GPUs$"
+    ):
         load([*MEGATRON, *in_parts], parameters=20 * GIB, gpu_gib=80)
 
 
@@ -202,7 +206,7 @@ def test_an_engine_that_never_sleeps_counts_beside_training(load):
     awake = "policy.generation.vllm_cfg.enable_sleep_mode=false"
     load([], parameters=2 * GIB, gpu_gib=80)
     with pytest.raises(
-        ConfigError, match=r"needs 82\.0 GiB .*contexts 2\.0, the awake engine 48\.0\) .*sleep_mode=true, or"
+        ConfigError, match=r"needs 82\.0 GiB .*contexts 2\.0, the awake engine 48\.0\), .*sleep_mode=true, or"
     ):
         load([awake], parameters=2 * GIB, gpu_gib=80)
     load([awake, "policy.generation.vllm_cfg.kv_cache_memory_gib=40"], parameters=2 * GIB, gpu_gib=80)
@@ -243,7 +247,7 @@ def test_sft_and_dpo_are_refused_alike_but_no_engine_rests_beside_them(load, nam
     one = ["cluster.gpus_per_node=1"]
     load(one, parameters=5 * GIB, gpu_gib=82, name=name)  # where an engine's 1.5 GiB are refused
     with pytest.raises(
-        ConfigError, match=r"needs 82\.0 GiB .*optimizer 40\.0, contexts 2\.0\) without .* has 81\.0; use more GPUs, or"
+        ConfigError, match=r"needs 82\.0 GiB .*optimizer 40\.0, contexts 2\.0\), .* has 81\.0; use more GPUs, or"
     ):
         load(one, parameters=5 * GIB, gpu_gib=81, name=name)
     load(["cluster.gpus_per_node=2"], parameters=5 * GIB, gpu_gib=81, name=name)
@@ -340,7 +344,7 @@ def test_a_limit_of_gpu_memory_bounds_the_policy_s_state_alone_and_is_refused_wh
     key = "policy.gpu_memory_limit_gib"
     load([f"{key}=64"], parameters=4 * GIB, gpu_gib=80)
     with pytest.raises(
-        ConfigError, match=r"needs 64\.0 GiB .*params 16\.0, grads 16\.0, optimizer 32\.0\) .* has 63\.0 within"
+        ConfigError, match=r"needs 64\.0 GiB .*params 16\.0, grads 16\.0, optimizer 32\.0\), .* has 63\.0 within"
     ):
         load([f"{key}=63"], parameters=4 * GIB, gpu_gib=80)
     load([f"{key}=8", *HOST_HELD], parameters=20 * GIB, gpu_gib=80)
@@ -374,7 +378,7 @@ def test_a_refit_without_room_for_the_weights_of_both_is_refused_also_with_adapt
     with pytest.raises(
         ConfigError,
         match=r"^phase REFIT needs 93\.5 GiB on each GPU \(frozen params 60\.0, contexts 3\.5, the engine's weights "
-        r"30\.0\) without activations, but it has 80\.0; use more GPUs, with .*vllm_cfg.tensor_parallel_size",
+        r"30\.0\), but it has 80\.0; use more GPUs, with .*vllm_cfg.tensor_parallel_size",
     ):
         load(frozen, parameters=15 * GIB, gpu_gib=80)
     load([*frozen, *OWN_GPUS], parameters=15 * GIB, gpu_gib=80)
@@ -404,7 +408,7 @@ def test_the_part_of_the_embedding_fits_the_gpu_wherever_state_comes_in_parts(lo
     with pytest.raises(
         ConfigError,
         match=r"^the embedding of policy.model_name, the largest part .* needs 16\.0 GiB .*\(params 4\.0, grads 4\.0, "
-        r"optimizer 8\.0\) .* has 15\.9 within policy.gpu_memory_limit_gib; raise that limit$",
+        r"optimizer 8\.0\), .* has 15\.9 within policy.gpu_memory_limit_gib; raise that limit$",
     ):
         loaded([*passing, *share, f"{key}=15.9"])
     with pytest.raises(ConfigError, match=r"largest part .* has 17\.0; use a GPU with more memory$"):

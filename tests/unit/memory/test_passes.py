@@ -11,8 +11,9 @@ import pytest
 from nemo_offload_rl.config.validate import validate_keys
 from nemo_offload_rl.keys.master import GrpoMasterConfig
 from nemo_offload_rl.keys.worker import PolicySettings, grpo_worker
+from nemo_offload_rl.memory.account import PhaseUse
 from nemo_offload_rl.memory.passes import pass_needs
-from nemo_offload_rl.residency import PassKind
+from nemo_offload_rl.residency import PassKind, Phase
 from nemo_offload_rl.utils.config import load_config
 
 ROOT = Path(__file__).parents[3]
@@ -83,3 +84,15 @@ def test_planned_peaks_of_passes_are_within_five_percent_of_measured_ones(number
             assert planned == pytest.approx(training["peak_bytes"], rel=0.05), (row["variant"], tokens)
             planned = logprobs["before_bytes"] + needs[PassKind.LOGPROBS].num_bytes(int(tokens))
             assert planned == pytest.approx(logprobs["peak_bytes"], rel=0.05), (row["variant"], tokens)
+
+
+def test_a_phase_is_short_if_state_is_or_passes_exceed_the_gpu_by_more_than_their_error():
+    def use(state: int, passes: int | None, limit: int | None = None) -> PhaseUse:
+        return PhaseUse(Phase.TRAINING, {"params": state}, 0, 0, passes, 30, 100, limit)
+
+    assert use(60, 20).peak_bytes == 80  # state comes early only where a reserve is left, larger than this GPU
+    assert not use(100, None).is_short and use(101, None).is_short
+    assert not use(80, 24).is_short and use(80, 25).is_short
+    assert use(101, 1).is_short
+    assert not use(40, 24, limit=60).is_short and use(40, 25, limit=60).is_short
+    assert use(40, 25, limit=60).exceeds_limit
