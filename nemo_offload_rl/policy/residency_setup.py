@@ -11,10 +11,12 @@ from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.worker import PolicySettings
 from nemo_offload_rl.memory.host_check import claim_host_memory
 from nemo_offload_rl.memory.host_plan import HostNeed, gpu_limit_problem, host_need, left_by_engine_bytes
+from nemo_offload_rl.memory.passes import pass_needs
 from nemo_offload_rl.policy.teacher import Teacher
 from nemo_offload_rl.protocols.backend import ExpectedBytes, PolicyBackend, ProcessInfo
 from nemo_offload_rl.residency import (
     BASE,
+    GRADS,
     PARAMS,
     PARAMS_PART,
     REFERENCE,
@@ -109,6 +111,9 @@ def build_manager(
     if not arena.reserved_bytes:
         arena.limit_bytes = claim_host_memory(need)
     plan = need.resolve()
+    # Gradients have the parameters' size where a backend does not tell theirs.
+    grads_bytes = sizes.get(GRADS, sizes.get(PARAMS, 0) + sizes.get(PARAMS_PART, 0))
+    num_workers = backend.rank_info.world_size
     manager = ResidencyManager(
         plan=plan.plan,
         groups=groups,
@@ -117,6 +122,7 @@ def build_manager(
         overlap=settings.residency_overlap,
         verify=settings.residency_verify,
         left_by_engine_bytes=left_by_engine_bytes(settings, device.total_bytes()),
+        estimates={} if device.is_host_memory else pass_needs(settings, num_workers, grads_bytes),
     )
     with ExitStack() as unless_done:
         unless_done.callback(manager.close)
