@@ -119,6 +119,9 @@ def start_ray(settings: ClusterConfig, log_to_driver: bool) -> list[psutil.Proce
     os.environ.update(as_started_here())
     # Ray would serve metrics to everybody on all interfaces; nobody knows the port of a cluster that ends with its run.
     os.environ.setdefault("RAY_enable_metrics_collection", "0")
+    # Two of Ray's processes serve theirs on all interfaces even so, unless their port cannot be opened.
+    for variable in ("AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT"):
+        os.environ.setdefault(variable, "-1")
     # At 15, Ray's default, other programs of the machine go first. With two busy loops on 2 CPUs the engine was ready
     # after 464 s and three steps took 17.0 s; at 0 after 60 s, and they took 5.1 s.
     os.environ.setdefault("RAY_worker_niceness", "0")
