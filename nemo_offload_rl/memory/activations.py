@@ -43,10 +43,9 @@ _ON_DEVICE = 4  # inputs of layers on the device if they are offloaded
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """Shape of a micro-batch on one rank: rows of so many tokens, packed or padded, of which ranks share each."""
+class _Row:
+    """A traced row on one rank: its tokens, whether sequences are packed in it, and the ranks that share it."""
 
-    num_rows: int
     num_tokens: int
     is_packed: bool
     num_sharing: int = 1
@@ -97,7 +96,7 @@ def training_need(settings: PolicySettings, num_workers: int, grads_bytes: int) 
         num_workers: Number of policy workers.
         grads_bytes: Gradients of one worker.
     """
-    model = _traced(settings, _rows(settings, is_training=True), is_training=True)
+    model = _traced(settings, _row(settings, is_training=True), is_training=True)
     if model is None:
         return None
     dtensor = settings.dtensor_cfg
@@ -157,7 +156,7 @@ def _training_need(
 
 def reading_need(settings: PolicySettings, num_workers: int) -> PassNeed | None:
     """Return what a pass without gradients needs in addition to parameters; None if that is unknown."""
-    model = _traced(settings, _rows(settings, is_training=False), is_training=False)
+    model = _traced(settings, _row(settings, is_training=False), is_training=False)
     if model is None:
         return None
     return _reading_need(model, settings, num_workers // settings.dtensor_cfg.tensor_parallel_size)
@@ -188,27 +187,24 @@ def _reading_need(model: ModelMemory, settings: PolicySettings, num_shards: int)
     )
 
 
-def _rows(settings: PolicySettings, *, is_training: bool) -> _Rows:
-    """Return the largest micro-batch of one rank, with an odd number of tokens, unlike any size of the model."""
+def _row(settings: PolicySettings, *, is_training: bool) -> _Row:
+    """Return the longest row, since all memory grows with the number of rows; one with an odd number of tokens.
+
+    So it is no size of the model, which tells activations from gradients of parameters.
+    """
     dtensor, longest = settings.dtensor_cfg, settings.max_total_sequence_length
-    packing, by_length = settings.sequence_packing, settings.dynamic_batching
+    packing, cp_size = settings.sequence_packing, dtensor.context_parallel_size
     if packing.enabled:
-        budget = packing.train_mb_tokens if is_training else packing.logprob_mb_tokens
-        return _Rows(1, _odd_multiple(max(budget, longest), dtensor.tensor_parallel_size), is_packed=True)
-    num_rows = settings.train_micro_batch_size if is_training else settings.logprob_batch_size
-    if by_length.enabled:
-        budget = by_length.train_mb_tokens if is_training else by_length.logprob_mb_tokens
-        num_rows = max(1, budget // longest)
-    cp_size = dtensor.context_parallel_size
+        longest = max(longest, packing.train_mb_tokens if is_training else packing.logprob_mb_tokens)
     num_tokens = _odd_multiple(longest // cp_size, dtensor.tensor_parallel_size)
-    return _Rows(num_rows, num_tokens, is_packed=False, num_sharing=cp_size)
+    return _Row(num_tokens, packing.enabled, num_sharing=cp_size)
 
 
 def _odd_multiple(num_tokens: int, divisor: int) -> int:
     return (num_tokens // divisor | 1) * divisor
 
 
-def _traced(settings: PolicySettings, rows: _Rows, *, is_training: bool) -> ModelMemory | None:
+def _traced(settings: PolicySettings, row: _Row, *, is_training: bool) -> ModelMemory | None:
     """Trace the model, once in a process; None if its code does not run without data."""
     dtensor = settings.dtensor_cfg
     model = _Model(
@@ -220,10 +216,10 @@ def _traced(settings: PolicySettings, rows: _Rows, *, is_training: bool) -> Mode
         splits_sequence=dtensor.sequence_parallel and dtensor.tensor_parallel_size > 1,
         lora=dtensor.lora_cfg if dtensor.lora_cfg.enabled and is_training else None,
         longest=settings.max_total_sequence_length,
-        is_packed=rows.is_packed,
+        is_packed=row.is_packed,
     )
     try:
-        return _trace(model, rows, is_compiled=dtensor.torch_compile)
+        return _trace(model, row, is_compiled=dtensor.torch_compile)
     except Exception:  # a family's code may fail in any way on tensors without data; the need is unknown then
         logger.debug("passes of %s cannot be traced", settings.model_name, exc_info=True)
         return None
@@ -267,10 +263,10 @@ def _built(model: _Model) -> Any:
 
 
 @lru_cache(maxsize=32)
-def _trace(model: _Model, rows: _Rows, *, is_compiled: bool) -> ModelMemory:
+def _trace(model: _Model, row: _Row, *, is_compiled: bool) -> ModelMemory:
     causal_lm = _built(model)
     layers = decoder_layers(causal_lm)
-    calls, outer_bytes = _layer_calls(causal_lm, layers, _model_inputs(causal_lm, rows, model.longest), model)
+    calls, outer_bytes = _layer_calls(causal_lm, layers, _model_inputs(causal_lm, row, model.longest), model)
     is_compiled = is_compiled and not expert_modules(causal_lm)
     found: dict[str, LayerMemory] = {}
     for call in calls:
@@ -285,8 +281,8 @@ def _trace(model: _Model, rows: _Rows, *, is_compiled: bool) -> ModelMemory:
         if parameter not in inside
     }
     return ModelMemory(
-        num_tokens=rows.num_rows * rows.num_tokens,
-        num_sharing=rows.num_sharing,
+        num_tokens=row.num_tokens,
+        num_sharing=row.num_sharing,
         hidden_bytes=calls[0].hidden.nbytes,
         outer_bytes=outer_bytes,
         layers=[found[_kind(call)] for call in calls],
@@ -300,15 +296,13 @@ def _trace(model: _Model, rows: _Rows, *, is_compiled: bool) -> ModelMemory:
     )
 
 
-def _model_inputs(causal_lm: Any, rows: _Rows, longest: int) -> dict[str, Any]:
-    shape = rows.num_rows, rows.num_tokens
+def _model_inputs(causal_lm: Any, row: _Row, longest: int) -> dict[str, Any]:
+    shape = 1, row.num_tokens
     inputs: dict[str, Any] = {"input_ids": torch.zeros(shape, dtype=torch.int64, device="meta"), "use_cache": False}
-    if rows.is_packed:
-        inputs["position_ids"] = torch.zeros(1, rows.num_tokens, dtype=torch.int64, device="meta")
+    if row.is_packed:
+        inputs["position_ids"] = torch.zeros(1, row.num_tokens, dtype=torch.int64, device="meta")
     if causal_lm.config._attn_implementation in TAKES_BOUNDS:
-        bounds = (
-            torch.zeros(2 + rows.num_tokens // longest, dtype=torch.int32, device="meta") if rows.is_packed else None
-        )
+        bounds = torch.zeros(2 + row.num_tokens // longest, dtype=torch.int32, device="meta") if row.is_packed else None
         inputs |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
     return inputs
 
