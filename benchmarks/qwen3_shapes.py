@@ -153,6 +153,12 @@ def is_written(path: Path, shape: Qwen3Shape | MoeShape, ties_embeddings: bool) 
     return (path / "tokenizer_config.json").exists() and json.loads(config.read_text()) == expected
 
 
+def write_config(path: Path, name: str) -> None:
+    """Write a folder with the config.json of the shape of a name, for plans."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(_hf_config(shape_of(name), name in TIED), indent=1))
+
+
 def write_model(path: Path, shape: Qwen3Shape | MoeShape, device: str, ties_embeddings: bool = False) -> None:
     """Write a Hugging Face folder: random weights in bfloat16, a file for each layer, and the demo's tokenizer.
 

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 _GIB = 2**30
 _FEWEST_PARAMETERS = 10_000  # smaller models are not worth a plan
 _NO_LIMIT_BYTES = 1 << 60  # main memory that nobody named
-# Share of a GPU that a proposal leaves free where passes are counted: by so much their needs were off at most.
-_MARGIN_SHARE = 0.03
 
 
 @dataclass(frozen=True)
@@ -306,10 +304,12 @@ def _owners(account: Account, workers: int) -> dict[str, int]:
 def search_of(plan: Plan, rules: RuleSet[Any]) -> Search:
     """Search for other values of the keys of a planned run."""
     from nemo_offload_rl.config.rules import broken
+    from nemo_offload_rl.memory.account import TOLERANCE
     from nemo_offload_rl.memory.search import Judges, Search
     from nemo_offload_rl.memory.seconds import step_seconds, work_of
 
-    margin_bytes = int(_MARGIN_SHARE * plan.target.gpu.memory_bytes) if plan.counts_passes else 0
+    # Passes may need so much more than is estimated.
+    margin_bytes = int(TOLERANCE * plan.target.gpu.memory_bytes) if plan.counts_passes else 0
 
     def short_bytes(account: Account) -> int:
         short = sum(max(0, margin_bytes - use.left_bytes) for use in account.phases)
@@ -339,7 +339,7 @@ def render_changes(plan: Plan, changes: Sequence[Trial]) -> str:
         lines = [f"of main memory, most is {owner}: {plan.owners[owner] / _GIB:.1f} GiB"]
     if not changes:
         return "\n".join([*lines, "no other values of the keys were found with which it fits"])
-    lines.append("changes that make it fit, the fastest first:")
+    lines.append("changes that make it fit:")
     for trial in changes:
         gib = freed_bytes(plan, trial) / _GIB
         cost = f", {trial.step_s - plan.step_s:+.1f} s a step" if plan.step_s else ""
@@ -357,13 +357,19 @@ def freed_bytes(plan: Plan, trial: Trial) -> int:
     return sum(plan.owners.values()) - sum(_owners(trial.account, workers).values())
 
 
+def _key_of(override: str) -> str:
+    return override.lstrip("+~").partition("=")[0]
+
+
 def render_fastest(plan: Plan, fastest: Trial | None, path: Path, overrides: Sequence[str]) -> str:
     """Render the fastest values that fit as the command line of the run."""
     if fastest is None:
         return "no values of the keys were found with which it fits"
     before = f" (as configured: {plan.step_s:.1f} s)" if plan.step_s else ""
     script = f"examples/run_{plan.account.cfg.algorithm[0]}.py"
-    command = shlex.join(["python", script, "--config", str(path), *overrides, *fastest.overrides])
+    changed = {_key_of(override) for override in fastest.overrides}
+    kept = [override for override in overrides if _key_of(override) not in changed]
+    command = shlex.join(["python", script, "--config", str(path), *kept, *fastest.overrides])
     return f"the fastest that fits takes {fastest.step_s:.1f} s a step{before}:\n{command}"
 
 

@@ -7,14 +7,13 @@ from collections.abc import Collection, Iterator
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.master import RunConfig
 from nemo_offload_rl.keys.policy import AUTO, AUTO_KEYS
-from nemo_offload_rl.memory.account import Account
+from nemo_offload_rl.memory.account import TOLERANCE, Account
 from nemo_offload_rl.residency import Phase
 
 CPU_ROWS = 4
 """Sequences of a micro-batch on a CPU, or the largest number below it that divides a worker's share."""
 _MOST_TOKENS = 32768
 """Tokens of the largest micro-batch: larger ones were not faster (benchmarks/results/pass_memory.json)."""
-_MARGIN_SHARE = 0.04  # of a GPU that stays free
 
 
 def choose_batch_sizes(account: Account, keys: Collection[str]) -> dict[str, int]:
@@ -29,7 +28,7 @@ def choose_batch_sizes(account: Account, keys: Collection[str]) -> dict[str, int
     """
     cfg, chosen = account.cfg, dict[str, int]()
     for key in (key for key in AUTO_KEYS if key in keys):
-        sizes = sorted(_sizes(cfg, key), reverse=True)
+        sizes = sorted(_sizes(cfg), reverse=True)
         if not cfg.cluster.gpus_per_node:
             chosen[key] = next(size for size in sizes if size <= CPU_ROWS)
         elif all(_pass_bytes(account, phase) is None for phase in _phases(key)):
@@ -43,14 +42,13 @@ def choose_batch_sizes(account: Account, keys: Collection[str]) -> dict[str, int
     return chosen
 
 
-def _sizes(cfg: RunConfig, key: str) -> Iterator[int]:
-    """Yield the sizes that are allowed; those of training divide a worker's share of the batch."""
+def _sizes(cfg: RunConfig) -> Iterator[int]:
+    """Yield the sizes that divide a worker's share of the batch."""
     policy = cfg.policy
     workers = max(1, cfg.cluster.world_size // policy.backend.model_parallel.ranks_per_copy)
     rows = max(1, policy.train_global_batch_size // workers)
     most = max(1, min(rows, _MOST_TOKENS // policy.max_total_sequence_length))
-    divides = key == "train_micro_batch_size"
-    yield from (size for size in range(1, most + 1) if not divides or rows % size == 0)
+    yield from (size for size in range(1, most + 1) if rows % size == 0)
 
 
 def _phases(key: str) -> tuple[Phase, ...]:
@@ -58,7 +56,7 @@ def _phases(key: str) -> tuple[Phase, ...]:
 
 
 def _pass_bytes(account: Account, phase: Phase) -> int | None:
-    return next((getattr(use, "pass_bytes", None) for use in account.phases if use.phase is phase), None)
+    return next((use.pass_bytes for use in account.phases if use.phase is phase), None)
 
 
 def _fits(account: Account, key: str, size: int) -> bool:
@@ -70,4 +68,4 @@ def _fits(account: Account, key: str, size: int) -> bool:
         if getattr(getattr(policy, section), tokens) == policy.max_total_sequence_length:
             overrides.append(f"policy.{section}.{tokens}={size * policy.max_total_sequence_length}")
     tried = account.with_keys(" ".join(overrides))
-    return all(use.left_bytes >= _MARGIN_SHARE * use.gpu_bytes for use in tried.phases if use.phase in phases)
+    return all(use.left_bytes >= TOLERANCE * use.gpu_bytes for use in tried.phases if use.phase in phases)

@@ -5,6 +5,9 @@ Every trial is an account of the run with these values, so nothing is proposed t
 
 from __future__ import annotations
 
+import itertools
+import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -51,6 +54,11 @@ class Trial:
     def fits(self) -> bool:
         """Tell whether memory suffices."""
         return self.short_bytes == 0
+
+    @property
+    def way(self) -> frozenset[str]:
+        """The overrides without their numbers: trials of one way differ in numbers only."""
+        return frozenset(map(_without_numbers, self.overrides))
 
     @property
     def cost(self) -> tuple[int, float]:
@@ -108,53 +116,72 @@ class Search:
         self.given = self._try(frozenset())
 
     def cheapest(self, count: int = 3) -> list[Trial]:
-        """Find changes that make the run fit, the fastest first.
+        """Find changes that make the run fit: first those that keep its numbers and its machine.
 
         Returns:
             At most `count` trials that fit, none of which has all changes of another one; empty if none was found.
         """
-        trials = (self._with(self.given, one, option) for one in self._dimensions for option in one.options)
-        found = [trial for trial in trials if trial.fits and self._is_allowed(trial)]
-        banned = [frozenset[str]()]  # other ways are found without the values of those that were found
-        for _ in range(_MOST_STARTS):
-            if len(found) >= count or not banned:
-                break
-            without = banned.pop(0)
-            if (trial := self._completed(without)) is not None:
-                found += [] if any(other.options <= trial.options for other in found) else [trial]
-                banned += [without | {option} for option in sorted(trial.options)]
-        found.sort(key=lambda one: (one.changes_machine, one.changes_numbers, len(one.options), one.cost))
-        return sorted(found[:count], key=lambda one: (one.changes_machine, one.cost))
+        found: list[Trial] = []
+        for dimensions in self._tiers():
+            trials = (self._with(self.given, one, option) for one in dimensions for option in one.options)
+            self._add(found, sorted((trial for trial in trials if self._works(trial)), key=lambda one: one.cost))
+            banned = [frozenset[str]()]  # other ways are found without the values of those that were found
+            for _ in range(_MOST_STARTS):
+                if len(found) >= count or not banned:
+                    break
+                without = banned.pop(0)
+                if (trial := self._completed(dimensions, without)) is not None:
+                    self._add(found, [trial])
+                    banned += [without | {_without_numbers(option)} for option in sorted(trial.options)]
+        return found[:count]
+
+    def _tiers(self) -> Iterator[list[Dimension]]:
+        """Yield the dimensions that keep numbers and machine, then those that keep the machine, then all."""
+        on_machine = [one for one in self._dimensions if not one.changes_machine]
+        yield [one for one in on_machine if not one.changes_numbers]
+        yield on_machine
+        yield self._dimensions
+
+    @staticmethod
+    def _add(found: list[Trial], trials: Sequence[Trial]) -> None:
+        for trial in trials:
+            if not any(other.way <= trial.way for other in found):
+                found[:] = [*(other for other in found if not trial.way <= other.way), trial]
+
+    def _works(self, trial: Trial) -> bool:
+        return trial.fits and self._is_allowed(trial)
 
     def fastest(self) -> Trial | None:
         """Find the fastest values that fit, without changing what the run computes if that is possible."""
-        for changes_numbers in (False, True):
-            kept = (one for one in self._dimensions if not one.changes_machine)
-            dimensions = [one for one in kept if changes_numbers or not one.changes_numbers]
+        for dimensions in itertools.islice(self._tiers(), 2):
             starts = [self.given, self._smallest(dimensions)]
-            for trial in self.cheapest():
-                if not trial.changes_machine and (changes_numbers or not trial.changes_numbers):
-                    starts.append(trial)
+            allowed = {option for one in dimensions for option in one.options}
+            starts += [trial for trial in self.cheapest() if trial.options <= allowed]
             best = min((self._descend(start, dimensions) for start in starts), key=lambda trial: trial.cost)
-            if best.fits and self._is_allowed(best):
+            if self._works(best):
                 return best
         return None
 
-    def _completed(self, without: frozenset[str]) -> Trial | None:
-        """Choose the values that help most until the run fits, then leave out those that it fits without."""
+    def _completed(self, among: Sequence[Dimension], without: frozenset[str]) -> Trial | None:
+        """Choose the values that help most until the run fits, then leave out those that it fits without.
+
+        Args:
+            among: Where values are chosen.
+            without: Values, as `_without_numbers` writes them, that are not chosen.
+        """
         dimensions = [
-            replace(one, options=tuple(option for option in one.options if option not in without))
-            for one in self._dimensions
+            replace(one, options=tuple(option for option in one.options if _without_numbers(option) not in without))
+            for one in among
         ]
         trial = self.given
-        while not (trial.fits and self._is_allowed(trial)):
+        while not self._works(trial):
             before = trial
             trial = self._best(trial, dimensions)
             if trial is before:
                 return None
         for option in sorted(trial.options):
             smaller = self._try(trial.options - {option})
-            if smaller.fits and self._is_allowed(smaller):
+            if self._works(smaller):
                 trial = smaller
         return trial
 
@@ -205,21 +232,44 @@ class Search:
         return self._tried[options]
 
 
+def _without_numbers(overrides: str) -> str:
+    return re.sub(r"=[\d.]+(?= |$)", "", overrides)
+
+
 def dimensions(cfg: RunConfig) -> Iterator[Dimension]:
     """Yield the values to try; those that the run has are left out."""
     backend = cfg.policy.backend
-    found = [*_batch_sizes(cfg), *_parallel_sizes(cfg)]
-    found += _of_megatron() if isinstance(backend, MegatronConfig) else _of_dtensor(cfg)
+    on_megatron = isinstance(backend, MegatronConfig)
+    # The best micro-batch depends on what is recomputed, so both are chosen together.
+    trained, read = _batch_sizes(cfg)
+    recomputed = _recomputed_by_megatron() if on_megatron else _recomputed_by_dtensor()
+    both = tuple(f"{rows} {other}" for rows, other in itertools.product(trained, recomputed))
+    chunks = tuple(f"policy.logprob_chunk_size={size}" for size in (1024, 4096, "null"))
+    found = [Dimension(options, is_of_passes=True) for options in (both, read, chunks)]
+    found += [*_parallel_sizes(cfg), *(_of_megatron() if on_megatron else _of_dtensor(cfg))]
     if isinstance(cfg, RolloutMasterConfig):
         found += _of_engine(cfg)
     if isinstance(cfg, GrpoMasterConfig):
         found.append(Dimension(("loss_fn.reference_policy_kl_penalty=0.0",), changes_numbers=True))
-    more = [count for count in _ROWS[1:4] if count > cfg.cluster.gpus_per_node]
-    found.append(Dimension(tuple(f"cluster.gpus_per_node={count}" for count in more), changes_machine=True))
+    found.append(Dimension(tuple(_more_gpus(cfg)), changes_machine=True))
     for one in found:
         options = tuple(option for option in one.options if not _has(cfg, option))
         if options:
             yield replace(one, options=options)
+
+
+def _more_gpus(cfg: RunConfig) -> Iterator[str]:
+    """Yield more GPUs of a host, with the engine and the model's layers divided over them or not."""
+    for count in (count for count in _ROWS[1:4] if count > cfg.cluster.gpus_per_node):
+        gpus = f"cluster.gpus_per_node={count}"
+        yield gpus
+        if isinstance(cfg, RolloutMasterConfig):
+            gpus += f" {_VLLM}.tensor_parallel_size={count}"
+            yield gpus
+        if isinstance(cfg.policy.backend, MegatronConfig):
+            multiple = math.lcm(cfg.policy.make_sequence_length_divisible_by, count)
+            padded = f"policy.make_sequence_length_divisible_by={multiple}"
+            yield f"{gpus} {_MEGATRON}.tensor_model_parallel_size={count} {padded}"
 
 
 def _has(cfg: RunConfig, overrides: str) -> bool:
@@ -238,17 +288,34 @@ def _as_value(override: str) -> str:
     return f"{override.removeprefix('~')}={{}}" if override.startswith("~") else override
 
 
-def _batch_sizes(cfg: RunConfig) -> Iterator[Dimension]:
+def _batch_sizes(cfg: RunConfig) -> Iterator[tuple[str, ...]]:
+    """Yield the sizes of micro-batches in training, and those in passes for logprobs."""
     policy = cfg.policy
     packing = next((name for name in ("sequence_packing", "dynamic_batching") if getattr(policy, name).enabled), None)
     for rows, tokens in (("train_micro_batch_size", "train_mb_tokens"), ("logprob_batch_size", "logprob_mb_tokens")):
         if packing is None:
-            options = tuple(f"policy.{rows}={count}" for count in _ROWS)
+            yield tuple(f"policy.{rows}={count}" for count in _ROWS)
         else:
             lengths = (count * policy.max_total_sequence_length for count in _ROWS)
-            options = tuple(f"policy.{packing}.{tokens}={length}" for length in lengths)
-        yield Dimension(options, is_of_passes=True)
-    yield Dimension(tuple(f"policy.logprob_chunk_size={size}" for size in (1024, 4096, "null")), is_of_passes=True)
+            yield tuple(f"policy.{packing}.{tokens}={length}" for length in lengths)
+
+
+def _recomputed_by_dtensor() -> tuple[str, ...]:
+    recomputed, offloaded = f"{_DTENSOR}.activation_checkpointing", f"{_DTENSOR}.activation_offload"
+    return (
+        f"{recomputed}=false {offloaded}=false",
+        f"{recomputed}=true {offloaded}=false",
+        f"{recomputed}=true {offloaded}=true",
+    )
+
+
+def _recomputed_by_megatron() -> tuple[str, ...]:
+    recomputed, granularity = f"{_MEGATRON}.activation_checkpointing", f"{_MEGATRON}.recompute_granularity"
+    return (
+        f"{recomputed}=false",
+        f"{recomputed}=true {granularity}=selective {_MEGATRON}.recompute_modules=[mlp]",
+        f"{recomputed}=true {granularity}=full {_MEGATRON}.recompute_modules=null",
+    )
 
 
 def _parallel_sizes(cfg: RunConfig) -> Iterator[Dimension]:
@@ -259,7 +326,7 @@ def _parallel_sizes(cfg: RunConfig) -> Iterator[Dimension]:
     def sized(key: str, *, pads: bool) -> Dimension:
         options = (f"{key}={size}" for size in sizes)
         if pads:
-            padded = (f"policy.make_sequence_length_divisible_by={max(size, multiple)}" for size in sizes)
+            padded = (f"policy.make_sequence_length_divisible_by={math.lcm(size, multiple)}" for size in sizes)
             options = (f"{one} {other}" for one, other in zip(options, padded, strict=True))
         return Dimension(tuple(options), is_of_passes=True)
 
@@ -273,15 +340,7 @@ def _parallel_sizes(cfg: RunConfig) -> Iterator[Dimension]:
 
 
 def _of_dtensor(cfg: RunConfig) -> Iterator[Dimension]:
-    recomputed, offloaded = f"{_DTENSOR}.activation_checkpointing", f"{_DTENSOR}.activation_offload"
-    yield Dimension(
-        (
-            f"{recomputed}=false {offloaded}=false",
-            f"{recomputed}=true {offloaded}=false",
-            f"{recomputed}=true {offloaded}=true",
-        ),
-        is_of_passes=True,
-    )
+    recomputed = f"{_DTENSOR}.activation_checkpointing"
     states, size, whole = (
         f"{_DTENSOR}.{name}"
         for name in ("offload_optimizer_states", "offload_optimizer_states_chunk_mib", "cpu_offload")
@@ -301,15 +360,6 @@ def _of_dtensor(cfg: RunConfig) -> Iterator[Dimension]:
 
 def _of_megatron() -> Iterator[Dimension]:
     cfg, optimizer = _MEGATRON, f"{_MEGATRON}.optimizer"
-    recomputed, granularity = f"{cfg}.activation_checkpointing", f"{cfg}.recompute_granularity"
-    yield Dimension(
-        (
-            f"{recomputed}=false",
-            f"{recomputed}=true {granularity}=selective {cfg}.recompute_modules=[mlp]",
-            f"{recomputed}=true {granularity}=full {cfg}.recompute_modules=null",
-        ),
-        is_of_passes=True,
-    )
     states, size = f"{optimizer}.offload_optimizer_states", f"{optimizer}.offload_optimizer_states_chunk_mib"
     yield Dimension((f"{states}=false {size}=null", f"{states}=true {size}=1024.0"))
     yield Dimension((f"{cfg}.distributed_data_parallel_config.grad_reduce_in_fp32=false",), changes_numbers=True)

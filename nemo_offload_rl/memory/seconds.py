@@ -164,16 +164,22 @@ class _Step:
         return rows * self._work.length
 
     def _passes_s(self, budget: int, *, is_training: bool, sizes: ModelSizes | None = None) -> float:
-        sizes, rates, length = sizes or self._sizes, self._rates, self._work.length
+        sizes, length = sizes or self._sizes, self._work.length
         copies = max(1, self._cfg.cluster.world_size // self._ranks_per_copy)
         num_rows = math.ceil(self._work.num_sequences / copies)
         rows_at_once = max(1, min(num_rows, budget // length))
-        num_micro_batches = math.ceil(num_rows / rows_at_once)
-        tokens = rows_at_once * length
+        whole, rest = divmod(num_rows, rows_at_once)
+        seconds = whole * self._pass_s(rows_at_once, is_training=is_training, sizes=sizes)
+        return seconds + (self._pass_s(rest, is_training=is_training, sizes=sizes) if rest else 0.0)
+
+    def _pass_s(self, num_rows: int, *, is_training: bool, sizes: ModelSizes) -> float:
+        """Seconds of a micro-batch: of the GPU, or of the host that launches its kernels, whichever is slower."""
+        rates, length, shape = self._rates, self._work.length, self._account.shape
+        tokens = num_rows * length
         # The head and its logits are not recomputed.
-        head_flops = 2.0 * (self._account.shape.vocab_size or 0) * (self._account.shape.hidden_size or 0) * tokens
-        layer_flops = max(0.0, sizes.forward_flops([length] * rows_at_once) - self._num_embeddings * head_flops)
-        logit_bytes = _LOGIT_PASSES * _LOGIT_BYTES * tokens * (self._account.shape.vocab_size or 0)
+        head_flops = 2.0 * (shape.vocab_size or 0) * (shape.hidden_size or 0) * tokens
+        layer_flops = max(0.0, sizes.forward_flops([length] * num_rows) - self._num_embeddings * head_flops)
+        logit_bytes = _LOGIT_PASSES * _LOGIT_BYTES * tokens * (shape.vocab_size or 0)
         head_s = head_flops / rates.matrix_flops + logit_bytes / rates.memory_bytes_per_s
         layers_s = layer_flops / rates.matrix_flops
         factor = self._training_factor if is_training else 1.0
@@ -185,13 +191,13 @@ class _Step:
         moved_s = bytes_each * held / rates.memory_bytes_per_s
         layers = sizes.num_layers / self._backend.model_parallel.pipeline
         launch_s = factor * layers * _LAYER_LAUNCHES * rates.launch_s
-        if self._account.shape.num_experts:
+        if shape.num_experts:
             launch_s *= _EXPERT_LAYER_FACTOR
         sums_s = 0.0
         if (tensor := self._backend.model_parallel.tensor) > 1:
-            stream_bytes = _BF16_BYTES * tokens * (self._account.shape.hidden_size or 0) * (tensor - 1) / tensor
+            stream_bytes = _BF16_BYTES * tokens * (shape.hidden_size or 0) * (tensor - 1) / tensor
             sums_s = factor * layers * _SUMS * stream_bytes / _PEER_BYTES_PER_S
-        return num_micro_batches * max(compute_s + moved_s + sums_s, launch_s)
+        return max(compute_s + moved_s + sums_s, launch_s)
 
     @property
     def _num_embeddings(self) -> int:
@@ -207,11 +213,12 @@ class _Step:
     def _training_factor(self) -> float:
         """Forward passes that forward and backward of the layers are worth."""
         backend = self._backend
+        # Frozen weights need no gradients.
+        kept = 3.0 if self._account.groups["grads"] else 2.0
         if not backend.activation_checkpointing:
-            return 3.0
-        if isinstance(backend, MegatronConfig) and backend.recompute_granularity == "selective":
-            return 3.0 + _SELECTIVE_SHARE
-        return 4.0
+            return kept
+        is_selective = isinstance(backend, MegatronConfig) and backend.recompute_granularity == "selective"
+        return kept + (_SELECTIVE_SHARE if is_selective else 1.0)
 
     def _update_s(self) -> float:
         """Read gradients, read and write parameters and states."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import statistics
@@ -203,6 +204,13 @@ def test_a_micro_batch_that_does_not_fit_is_refused_with_the_keys_that_make_it_s
     assert re.match(r"phase TRAINING needs [\d.]+ GiB on each GPU \(.*passes [\d.]+.*\), but it has 139\.\d;", problem)
     fix = "lower policy.train_micro_batch_size, or set policy.dtensor_cfg.activation_checkpointing=true"
     assert fix in problem
+    # Where it is chosen, it fits.
+    auto = [overrides[0], "policy.train_micro_batch_size=auto"]
+    chosen, _ = plan_run(ROOT / "benchmarks" / "large_model_8b.yaml", auto, Target(KNOWN["H200"]))
+    size = chosen.account.cfg.policy.train_micro_batch_size
+    assert not chosen.problems
+    assert size > 8
+    assert 64 % size == 0
 
 
 def test_the_command_prints_the_plan_and_its_status_says_whether_it_fits(tmp_path, capsys):
@@ -241,13 +249,14 @@ def test_changes_and_the_fastest_values_were_tried_and_fit_when_loaded(tmp_path)
     assert plan.problems
     search = search_of(plan, rules)
     changes = search.cheapest()
-    assert len(changes) == 3
-    assert len({trial.overrides for trial in changes}) == 3
+    assert 2 <= len(changes) <= 3
+    assert not any(one.way <= other.way for one, other in itertools.permutations(changes, 2))
     fastest = search.fastest()
     assert fastest is not None
     assert not fastest.changes_numbers and not fastest.changes_machine
     same = [trial for trial in changes if not (trial.changes_numbers or trial.changes_machine)]
-    assert same and all(fastest.step_s <= trial.step_s for trial in same)
+    assert same
+    assert all(fastest.cost <= trial.cost for trial in same)
     for trial in (*changes, fastest):
         tried, _ = plan_run(file, [override, *trial.overrides], target)
         assert not tried.problems

@@ -24,7 +24,7 @@ def test_on_a_cpu_the_size_is_four_or_what_divides_below_it(caplog):
     assert cfg.policy.sequence_packing.train_mb_tokens == 4 * cfg.policy.max_total_sequence_length
     batch = ["policy.train_global_batch_size=6", "grpo.num_prompts_per_step=3", "grpo.num_generations_per_prompt=2"]
     odd = load_grpo_config(CPU_FILE, [AUTO, *batch, "policy.logprob_batch_size=auto"])
-    assert (odd.policy.train_micro_batch_size, odd.policy.logprob_batch_size) == (3, 4)
+    assert (odd.policy.train_micro_batch_size, odd.policy.logprob_batch_size) == (3, 3)
     assert load_grpo_config(CPU_FILE, [AUTO, "policy.train_micro_batch_size=2"]).policy.train_micro_batch_size == 2
 
 
