@@ -43,6 +43,7 @@ _STREAM = "policy.megatron_cfg.optimizer.offload_optimizer_states_fraction=0.7"
 CASES = {
     "grpo_vs_trl_same_gpu_dtensor": Case("0.6B", "grpo_gpu.yaml"),
     "grpo_vs_trl_one_machine_dtensor": Case("0.6B", "grpo_gpu.yaml"),
+    "grpo_slow_host": Case("0.6B", "grpo_gpu.yaml"),
     "megatrain_7b": Case("7B", "megatrain_7b.yaml"),
     "large_model_8b": Case("8B", "large_model_8b.yaml"),
     "large_model_8b_24gb": Case("8B", "large_model_8b_24gb.yaml"),
