@@ -182,11 +182,15 @@ def _one_line(error: ErrorDetails, path: str, schema: type, value: Any) -> str:
 
 def _wanted(path: str, error: ErrorDetails, schema: type) -> str:
     parent, _, index = path.rpartition(".")
+    wanted: set[str] = set()
     for key in walk_keys(schema):
         if _concrete(key.path, path) == path:
-            return key.values
-        if index.isdigit() and key.path == parent:
-            return key.values.removeprefix("list of ").removesuffix(" or null")
+            wanted.add(key.values)
+        elif index.isdigit() and key.path == parent:
+            wanted.add(key.values.removeprefix("list of ").removesuffix(" or null"))
+    if len(wanted) == 1:
+        return wanted.pop()
+    # Several kinds of a section have the key with other values, and pydantic knows which kind this is.
     return error["msg"].removeprefix("Input should be ")
 
 

@@ -189,7 +189,9 @@ def _problems_of(settings: PublishedQuestions) -> tuple[_Problems, str | None]:
 
 def _records(settings: PublishedKeys, source: _Source, split: str | None, bad: BadRows) -> Iterator[Record]:
     if settings.path is not None:
-        yield from read_records(Path(settings.path), split, columns=source.columns, bad=bad)
+        path = Path(settings.path)
+        # A file has one split. The key may name that of the published data set, and takes no null.
+        yield from read_records(path, None if path.is_file() else split, columns=source.columns, bad=bad)
         return
     for subset in source.subsets:
         yield from read_records(

@@ -175,7 +175,9 @@ def _data_set(draft: Draft, where: str, section: Mapping[str, Any], own: Mapping
         given = section.get(key, value)
         values[key] = value if given is None and key in ("subset", "split") else given
     if "data_path" in section:
-        values |= _file(section)
+        file = _file(section)
+        # A published data set has splits and subsets of its own, which a file in its place does not change.
+        values |= file if kind.name.endswith("Dataset") else {"path": file["path"]}
     values |= _held_out(draft, where, section, kind.share)
     for key, value in own.items():
         _account(draft, f"{where}.{key}", key, value, values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,11 @@ _HEADINGS = {
     Outcome.MISSING: "not available here",
 }
 _MAX_LISTED = 6
+# Keys that follow one of `policy` in NeMo-RL's files and ours, so that an override of the latter changes both.
+_FOLLOWS = {
+    "policy.tokenizer.name": "model_name",
+    "policy.generation.vllm_cfg.max_model_len": "max_total_sequence_length",
+}
 
 
 @dataclass(frozen=True)
@@ -132,7 +138,20 @@ def render_yaml(config: Mapping[str, Any], report: Report, source: str) -> str:
         ignored.setdefault(row.note, []).append(row.theirs)
     head = [f"# From NeMo-RL's {source}, by `python -m nemo_offload_rl.migrate`.", "# Left out:"]
     head += [f"#   {', '.join(listed(keys))}: {reason}" for reason, keys in ignored.items()]
-    return "\n".join([*head, "", *_lines(config, notes)]) + "\n"
+    return "\n".join([*head, "", *_lines(_tied(config), notes)]) + "\n"
+
+
+def _tied(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy the configuration; values that NeMo-RL's files take from another key follow it again."""
+    changed = copy.deepcopy(dict(config))
+    for path, source in _FOLLOWS.items():
+        *parents, leaf = path.split(".")
+        section, of_policy = changed, config.get("policy", {}).get(source)
+        for part in parents:
+            section = section.get(part) or {}
+        if of_policy is not None and section.get(leaf) == of_policy:
+            section[leaf] = f"${{policy.{source}}}"
+    return changed
 
 
 def _lines(section: Mapping[str, Any], notes: Mapping[str, str], prefix: str = "", indent: str = "") -> Iterator[str]:

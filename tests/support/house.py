@@ -30,7 +30,7 @@ LIMITS = {
     "imports upward": 0,
     "circles of modules": 0,
     "modules": 307,
-    "lines": 55330,
+    "lines": 55357,
     "modules under 60 lines with one importer": 0,
 }
 

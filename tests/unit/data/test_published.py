@@ -140,7 +140,8 @@ def test_squad_has_its_text_as_system_message_and_its_first_answer(tmp_path):
         "question": "q",
         "answers": {"text": ["a", "b"], "answer_start": [0, 1]},
     }
-    keys = {"dataset_name": "squad", "path": write(tmp_path / "d.jsonl", [row])}
+    # A file has one split, whichever of the published ones the key names.
+    keys = {"dataset_name": "squad", "split": "validation", "path": write(tmp_path / "d.jsonl", [row])}
     (read,) = load_published_conversations(settings_of(keys, SftMixtureConfig)).train
     assert read.messages == ({"role": "system", "content": "A text."}, user("q"), assistant("a"))
 

@@ -22,6 +22,7 @@ from nemo_offload_rl.migrate.report import render_yaml
 from nemo_offload_rl.migrate.rules import RENAMED, Renamed
 from nemo_offload_rl.runs.loading import load_dpo_config, load_grpo_config, load_sft_config
 from nemo_offload_rl.runs.supervised import local_policy, run_dpo, run_sft
+from nemo_offload_rl.utils.config import load_config
 
 GUIDE = Path(__file__).parents[3] / "docs/guides/from-nemo-rl.md"
 
@@ -33,10 +34,14 @@ def write(path: Path, config: dict[str, Any]) -> Path:
 
 
 @pytest.mark.parametrize("make", [grpo_file, sft_file, dpo_file])
-def test_the_yaml_that_is_written_reads_back_as_the_configuration_with_its_notes(make):
+def test_the_yaml_that_is_written_reads_back_as_the_configuration_with_its_notes(make, tmp_path):
     migration = migrate(make())
     text = render_yaml(migration.config, migration.report, "their.yaml")
-    assert yaml.safe_load(text) == migration.config
+    (tmp_path / "our.yaml").write_text(text)
+    assert load_config(tmp_path / "our.yaml") == migration.config
+    # With another model comes its own tokenizer.
+    other = load_config(tmp_path / "our.yaml", ["policy.model_name=other"])
+    assert other["policy"]["tokenizer"]["name"] == "other"
     assert text.startswith("# From NeMo-RL's their.yaml,")
     assert "  # policy.offload_optimizer_for_logprob in NeMo-RL\n" in text
     assert "policy.sequence_packing.algorithm" in text.partition("\n\n")[0]
@@ -49,7 +54,7 @@ def test_the_command_prints_one_table_and_writes_a_file_once(tmp_path, capsys):
     for heading in ("taken over as they are: ", "taken over with another value: ", "not in the file: "):
         assert heading in table
     assert "not available here" not in table
-    assert yaml.safe_load(ours.read_text()) == migrate(grpo_file(), theirs).config
+    assert load_config(ours) == migrate(grpo_file(), theirs).config
     with pytest.raises(ConfigError, match=r"our\.yaml exists; give the name of a new file"):
         main([str(theirs), "-o", str(ours)])
     with pytest.raises(ConfigError, match=r"nowhere/our\.yaml cannot be written: No such file or directory"):

@@ -492,6 +492,8 @@ HELD_BACK = {"split_validation_size": 0.0, "seed": 42}
          {"dataset_name": "OpenMathInstruct-2", "split": "train", "output_key": "generated_solution"}),
         ("sft", {"dataset_name": "squad", "split": "train", "split_validation_size": 0.3},
          {"dataset_name": "squad", "split": "train"}),
+        ("sft", {"dataset_name": "squad", "data_path": "own.jsonl"},
+         {"dataset_name": "squad", "path": "own.jsonl", "split": "train"}),
         ("sft", {"dataset_name": "tulu3_sft_mixture", "seed": 3},
          {"dataset_name": "tulu3_sft_mixture", "max_samples": None, "split_validation_size": 0.05, "seed": 3}),
         ("sft", {"dataset_name": "Nemotron-Cascade-2-SFT-Math", "max_samples": 9},
