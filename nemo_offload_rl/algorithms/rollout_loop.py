@@ -93,7 +93,8 @@ class RolloutLoop:
         self.sampler = RolloutSampler(parts, self.engine, self.timer, settings.seed)
         self._total_tokens = 0.0
         self._last_validation: Mapping[str, float] | None = None  # of the last step; {} if it had none
-        self._about_data = overlong_metrics(parts.overlong_rows)  # logged with the first step
+        # Logged with the first step, by prefix.
+        self._about_run = {"data": overlong_metrics(parts.overlong_rows), "plan": parts.planned}
         parts.memory.follow(self.timer.current)
         parts.progress.follow(self.timer.current)
         self.end = RunEnd(
@@ -188,8 +189,9 @@ class RolloutLoop:
         about_step["total_tokens"] = self._total_tokens
         self.end.trained(step, self._parts.loader.state_dict(), about_step)
         self._logger.log(step, about_step, "train")
-        self._logger.log(step, self._about_data, "data")
-        self._about_data = {}
+        for prefix, about_run in self._about_run.items():
+            self._logger.log(step, about_run, prefix)
+        self._about_run = {}
         error, outside_rate = about_step["token_mult_prob_error"], about_step["outside_nucleus_rate"]
         limit = self._settings.max_token_mult_prob_error if checks_agreement else None
         if (message := disagreement(step, error, outside_rate, limit, self._section)) is not None:

@@ -10,7 +10,7 @@ One step, in order:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from nemo_offload_rl.algorithms.checkpoints import Checkpoint, CheckpointKeeper
@@ -99,7 +99,7 @@ class Recipe(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedParts:
-    """Parts of an SFT or DPO run; `runs/supervised.py` builds them."""
+    """Parts of an SFT or DPO run; `runs/supervised.py` builds them. `planned` are metrics of its plan."""
 
     policy: Policy
     recipe: Recipe
@@ -107,6 +107,7 @@ class SupervisedParts:
     checkpoints: CheckpointKeeper
     memory: MemorySampler
     num_samples_to_print: int
+    planned: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 class SupervisedTrainer:
@@ -128,7 +129,8 @@ class SupervisedTrainer:
         self._progress = progress
         self._timer = PhaseTimer()
         self._total_tokens = 0.0
-        self._about_data = overlong_metrics(parts.recipe.overlong_rows)  # logged with the first step
+        # Logged with the first step, by prefix.
+        self._about_run = {"data": overlong_metrics(parts.recipe.overlong_rows), "plan": parts.planned}
         parts.memory.follow(self._timer.current)
         progress.follow(self._timer.current)
         self._end = RunEnd(parts.checkpoints, parts.policy, run_logger.run_dir, say=progress.note)
@@ -184,8 +186,9 @@ class SupervisedTrainer:
         about_step["total_tokens"] = self._total_tokens
         self._end.trained(step, parts.loader.state_dict(), about_step)
         self._logger.log(step, about_step, "train")
-        self._logger.log(step, self._about_data, "data")
-        self._about_data = {}
+        for prefix, about_run in self._about_run.items():
+            self._logger.log(step, about_run, prefix)
+        self._about_run = {}
         validation = self.validate(step) if self._validation_is_due(step, is_last) else {}
         try:
             if self._end.save_is_due(step, is_last):

@@ -29,6 +29,7 @@ from nemo_offload_rl.keys.master import GrpoConfig, RolloutConfig
 from nemo_offload_rl.keys.worker import TeacherSettings
 from nemo_offload_rl.runs.checks import begin, check_data_sets
 from nemo_offload_rl.runs.environments import load_code, open_environments
+from nemo_offload_rl.runs.planned import planned_metrics
 from nemo_offload_rl.runs.result import RunResult, data_line, result_of, show_beginning
 from nemo_offload_rl.runs.workers import GrpoWorkers, grpo_workers, num_engine_devices
 from nemo_offload_rl.utils.flops import read_model_speed
@@ -178,6 +179,7 @@ def open_run(
             endpoint=_endpoint(config, workers),
             overlong_rows=prompts.overlong,
             pausing=workers.engine if config.engine.async_engine else None,
+            planned=planned_metrics(config),
         )
         stack.enter_context(frozen_objects())
         yield parts, num_steps, resume_from

@@ -34,6 +34,7 @@ from nemo_offload_rl.keys.master import DpoConfig, SftConfig, SupervisedConfig
 from nemo_offload_rl.keys.supervised import SupervisedSectionConfig
 from nemo_offload_rl.policy.policy import Policy
 from nemo_offload_rl.runs.checks import begin, check_data_sets
+from nemo_offload_rl.runs.planned import planned_metrics
 from nemo_offload_rl.runs.result import RunResult, data_line, result_of, show_beginning
 from nemo_offload_rl.utils.garbage import frozen_objects
 from nemo_offload_rl.utils.logger import RunLogger
@@ -223,6 +224,7 @@ def _train(
             checkpoints=checkpoints,
             memory=memory,
             num_samples_to_print=config.logger.num_val_samples_to_print,
+            planned=planned_metrics(config),
         )
         stack.enter_context(frozen_objects())
         SupervisedTrainer(settings, made, run_logger, progress).run(num_steps, resume_from)

@@ -19,6 +19,7 @@ from nemo_offload_rl.memory.calibrate import calibrate
 from nemo_offload_rl.memory.gpus import KNOWN, Gpu, find_gpu
 from nemo_offload_rl.plan import Plan, Target, main, plan_run, render_changes, search_of, usable_host_bytes
 from nemo_offload_rl.residency import Phase
+from nemo_offload_rl.runs.planned import planned_metrics
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
@@ -194,6 +195,11 @@ def test_a_step_took_the_seconds_and_moved_the_bytes_that_are_planned(name, tmp_
             taken_gib = sum(seen[-1][f"memory/{stage}_{owner}_gib"] for owner in ("policy", "engine", "other"))
             assert use.pass_bytes
             assert use.total_bytes < 1.04 * taken_gib * GIB
+    # What a run of this configuration logs: the same peaks, and more seconds, since its sequences may be longer.
+    logged = planned_metrics(plan.account.cfg, KNOWN[gpu])
+    assert {f"{use.phase.value}_gib": use.peak_bytes / GIB for use in plan.phases}.items() <= logged.items()
+    assert {f"{stage.value}_s" for stage in plan.copies} <= logged.keys()
+    assert logged["step_s"] > 0.99 * plan.step_s
 
 
 def test_a_micro_batch_that_does_not_fit_is_refused_with_the_keys_that_make_it_smaller(tmp_path):
