@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -32,6 +33,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of the configuration")
     arguments = parser.parse_args()
     set_up_logging(logging.WARNING)
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in run.py
 
     from grade import accuracy
     from make_model import SIZES, write_model_folder

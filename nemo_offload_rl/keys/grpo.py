@@ -189,7 +189,7 @@ class RolloutSectionConfig:
         ),
     ]
     max_num_steps: Annotated[int, doc("Maximum number of steps; the epochs may end the run earlier.", ge=1)]
-    val_period: Annotated[int, doc("Steps between validations; 0 disables validation.", ge=0)]
+    val_period: Annotated[int, doc("Steps between validations; 0: only `val_at_start` and `val_at_end` count.", ge=0)]
     val_at_start: Annotated[bool, doc("Validate before the first step.")] = False
     val_at_end: Annotated[bool, doc("Validate after the last step.")] = False
     max_val_samples: Annotated[int, doc("Maximum number of prompts per validation.", ge=1)]

@@ -13,7 +13,7 @@ class SupervisedSectionConfig:
 
     max_num_epochs: Annotated[int, doc("Maximum number of passes over the training data.", ge=1)] = 1
     max_num_steps: Annotated[int, doc("Maximum number of steps; the epochs may end the run earlier.", ge=1)] = 1000000
-    val_period: Annotated[int, doc("Steps between validations; 0 disables validation.", ge=0)]
+    val_period: Annotated[int, doc("Steps between validations; 0: only `val_at_start` and `val_at_end` count.", ge=0)]
     val_batches: Annotated[int, doc("Maximum number of batches per validation; 0 for all.", ge=0)] = 8
     val_global_batch_size: Annotated[int, doc("Sequences (DPO: pairs) per validation batch.", ge=1)] = 32
     val_micro_batch_size: Annotated[
