@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import yaml
-from huggingface_hub.errors import StrictDataclassError
 
 from nemo_offload_rl.backends.dtensor import torch_optim
 from nemo_offload_rl.backends.dtensor.activation_offload import host_bytes_at_most
@@ -426,12 +425,13 @@ def _sizes_by_config(folder: Path) -> ModelSizes | None:
         return None
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from nemo_offload_rl.backends.dtensor.loading import BUILD_ERRORS
+
     try:
         config = AutoConfig.from_pretrained(folder)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, StrictDataclassError):
-        # Wrong values fail anywhere in a model's code; the check of the folder reports them.
+    except BUILD_ERRORS:  # the check of the folder reports them
         return None
     return count_sizes(config.to_dict(), ((name, tensor.numel()) for name, tensor in model.named_parameters()))
 

@@ -31,8 +31,8 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
         ["data.max_input_seq_length=7", "data.overlong_rows=error"],
         ["arithmetic problem", "data.max_input_seq_length=7", "data.overlong_rows"],
     ),
-    "tokens without an embedding": (
-        ["+policy.hf_config_overrides.vocab_size=4"], ["embeddings for 4 tokens", "model.resize_token_embeddings"],
+    "another vocabulary than that of the weights": (
+        ["+policy.hf_config_overrides.vocab_size=4"], ["model.embed_tokens.weight: (64, 128) instead of (4, 128)"],
     ),
     "more hosts than one, found before the data": (
         ["cluster.num_nodes=2", "data.max_input_seq_length=2"], ["cluster.num_nodes=2", "set RAY_ADDRESS"],

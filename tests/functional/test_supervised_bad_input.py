@@ -11,6 +11,7 @@ import pytest
 from forked import Script
 from supervised_cases import DPO_DATA, SFT_DATA, common, dpo, sft, write_model, write_rows
 from tiny_models import make_tokenizer
+from transformers import AutoModelForCausalLM
 
 from nemo_offload_rl.errors import UserError
 
@@ -39,11 +40,14 @@ CASES = {
     ),
     "no chat template": (sft, [SFT_DATA, "policy.tokenizer.name={folder}/bare"], ["bare has no chat template"]),
     "row too long": (sft, [SFT_DATA, "data.max_input_seq_length=8"], ["rows.jsonl:", "8", "overlong_rows=drop"]),
+    "a vocabulary without the padding token": (
+        sft, [SFT_DATA, "+policy.hf_config_overrides.vocab_size=20"], ["no model can be built", "hf_config_overrides"]
+    ),
     "tokens without an embedding": (
-        sft, [SFT_DATA, "+policy.hf_config_overrides.vocab_size=20"], ["embeddings for 20 tokens", "resize_token_embed"]
+        sft, [SFT_DATA, "policy.model_name={folder}/few"], ["embeddings for 20 tokens", "resize_token_embed"]
     ),
     "pair of tokens without an embedding": (
-        dpo, [DPO_DATA, "+policy.hf_config_overrides.vocab_size=20"], ["the tokenizer makes token 257 ('<|im_end|>')"]
+        dpo, [DPO_DATA, "policy.model_name={folder}/few"], ["the tokenizer makes token 257 ('<|im_end|>')"]
     ),
     "fewer rows than a batch": (
         sft, [SFT_DATA, "policy.train_global_batch_size=64"], ["one batch needs 64", "lower policy.train_global_batch_"]
@@ -74,7 +78,12 @@ def folder(tmp_path_factory):
     (folder / "cut.parquet").write_bytes(b"PAR1 and no more")
     (folder / "text.jsonl").write_text('{"messages": "hello"}\n')
     (folder / "user.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}]}) + "\n")
-    shutil.copytree(folder / "model", folder / "bare")
+    for name in ("bare", "few"):
+        shutil.copytree(folder / "model", folder / name)
+    few = AutoModelForCausalLM.from_pretrained(folder / "few")
+    few.config.pad_token_id = None
+    few.resize_token_embeddings(20)
+    few.save_pretrained(folder / "few")
     bare = make_tokenizer()
     bare.chat_template = None
     (folder / "bare" / "chat_template.jinja").unlink()

@@ -88,6 +88,7 @@ def test_a_person_sees_what_is_learned_and_each_step(sft_output):
 def test_a_run_begins_with_model_data_and_folders_and_ends_with_what_it_leaves(folder, sft_output):
     begin, end = (
         [
+            "reading tokenizer and data",
             "SFT, 4 steps",
             f"  model        {folder}/model",
             "  data         rows, 16 rows; 8 for validation",

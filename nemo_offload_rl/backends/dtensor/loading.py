@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor
@@ -24,6 +25,18 @@ from nemo_offload_rl.models.families import dropout_rates, has_plain_rope_in_win
 from nemo_offload_rl.residency import local_tensor
 
 _META = torch.device("meta")
+# Wrong values of a config fail anywhere in a model's code.
+BUILD_ERRORS = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+    AssertionError,
+    StrictDataclassError,
+)
 
 
 def build_causal_lm(config: Any, attention: str, *, dropout: bool = False) -> Any:
@@ -139,7 +152,7 @@ def check_weights(config: Any, model_name: str, *, compares_names: bool) -> None
     try:
         with _META:
             model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
+    except BUILD_ERRORS as error:
         if not compares_names:
             return
         raise UserError(

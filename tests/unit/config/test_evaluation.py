@@ -111,7 +111,7 @@ def test_a_checkpoint_stands_for_its_model_folder_and_a_run_for_its_newest(tmp_p
 
 def test_a_folder_for_results_that_cannot_be_written_is_told_before_anything_is_sampled(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    config = load_eval_config(EVAL, [f"eval.save_path={tmp_path}/file/out"])
+    config = load_eval_config(EVAL, [f"eval.save_path={tmp_path}/file/out", "cluster.gpus_per_node=0"])
     with pytest.raises(
         ConfigError, match=r"eval\.save_path .*/file/out cannot be written: Not a directory; name another"
     ):
