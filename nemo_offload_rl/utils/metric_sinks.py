@@ -168,7 +168,7 @@ class WandbSink:
         except WandbError as error:
             raise ConfigError(
                 f"Weights & Biases did not start ({_reason(error)}); run `wandb login`, or set "
-                "logger.wandb.mode=offline"
+                "logger.wandb.mode=offline or logger.wandb_enabled=false"
             ) from error
         id_file.write_text(f"{self._run.id}\n", encoding="utf-8")
         self._run.define_metric("step", hidden=True)

@@ -106,7 +106,7 @@ def checkpoint_metric_is_measured(cfg: RunConfig) -> str | None:
             f"checkpointing.metric_name is {name}, but none of the {num_steps} steps has both a checkpoint "
             f"(save_period={save_period}) and a validation ({algorithm}.val_period={val_period}), so nothing could be "
             f"ranked; make save_period a multiple of val_period, set {algorithm}.val_at_end, "
-            "or rank by a train: metric or null"
+            "rank by a train: metric or null, or, for a trial, set checkpointing.enabled=false"
         )
     return None
 
