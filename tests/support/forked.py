@@ -191,6 +191,7 @@ def become(argv: list[str], cwd: str, env: Mapping[str, str]) -> NoReturn:
     sys.argv = argv
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it for the tests and all that they start
     status = _status_of(argv[0])
     threading._shutdown()
     atexit._run_exitfuncs()
