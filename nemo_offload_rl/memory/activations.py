@@ -1,4 +1,4 @@
-"""What passes of the DTensor backend need: the model's own layers run without data, and what FSDP and the head add.
+"""Counts what passes of the DTensor backend need: layers of the model run without data; FSDP and the head add to it.
 
 FSDP casts a layer's parameters when it gathers them, and keeps the root's (embedding, last norm, output layer) through
 a pass. A pass has several moments, one of which needs most: see `_training_need` and `_reading_need`.
@@ -65,7 +65,7 @@ class ModelMemory:
         layer_cast_bytes: The largest parameter of those.
         root_bytes: Parameters outside of layers in the compute type.
         root_cast_bytes: The largest parameter of those.
-        trained_root_bytes: The trained ones of them.
+        trained_root_bytes: Trained parameters outside of layers in the compute type.
         output_bytes: The output layer's weight if it is trained.
         num_columns: Columns of the logits.
     """

@@ -1,4 +1,4 @@
-"""What passes of the Megatron backend with Transformer Engine need: formulas by module, checked against measurements.
+"""Counts what passes of the Megatron backend with Transformer Engine need, by formulas that measurements check.
 
 Sizes are those that modules keep for their backward pass (arXiv 2205.05198 for the method), in the order of a layer:
 norm, product for queries, keys and values, norms of queries and keys, rotation, fused attention, projection, norm, and

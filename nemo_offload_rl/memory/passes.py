@@ -1,4 +1,4 @@
-"""What each kind of pass of a policy worker needs of a GPU, from its settings and its model's config.json."""
+"""Estimates what each kind of pass of a policy worker needs of a GPU, from its settings and its model's config.json."""
 
 from __future__ import annotations
 
