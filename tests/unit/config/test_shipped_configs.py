@@ -68,4 +68,4 @@ def test_a_wheel_has_the_exemplars_that_defaults_name_from_any_folder_and_conver
     installed = tmp_path / "installed"
     environment = {**os.environ, "PYTHONPATH": str(installed)}
     subprocess.run(command, cwd=installed, env=environment, check=True, capture_output=True)
-    assert yaml.safe_load((installed / "our.yaml").read_text()) == migrate(grpo_file()).config
+    assert load_config(installed / "our.yaml") == migrate(grpo_file()).config
