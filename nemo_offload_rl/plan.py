@@ -53,7 +53,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run takes of a machine, and how long its steps take.
+    """Memory that a run takes of a machine, and the seconds of its steps.
 
     Attributes:
         account: Account of the run on the machine.

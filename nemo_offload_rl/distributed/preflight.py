@@ -269,7 +269,7 @@ def _check_devices(settings: ClusterConfig, num_more: int, environment: Mapping[
             f"RAY_ADDRESS to a Ray cluster of {settings.num_nodes} hosts (docs/guides/clusters.md), or "
             "cluster.num_nodes=1"
         )
-    # torch counts one slice of a GPU at most, Ray all of them.
+    # Of a GPU that is divided into slices (MIG) torch counts one slice at most, and Ray counts all.
     if _OWN_RESOURCES in environment or "MIG-" in environment.get("CUDA_VISIBLE_DEVICES", ""):
         return
     here = {"CPU": float(os.cpu_count() or 1)}

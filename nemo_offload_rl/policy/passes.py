@@ -133,7 +133,7 @@ class Passes:
         rows: Sequence[Sequence[int]],
         after_failure: Callable[[], None] = lambda: None,
     ) -> Iterator[Attempt[Batch]]:
-        """Yield a context to run a pass in, and more of them while the pass runs out of memory and must be repeated.
+        """Yield a context to run a pass in; after each attempt that runs out of memory, yield one to run it again.
 
         Args:
             kind: Kind of the pass.
