@@ -53,14 +53,14 @@ def overlong_metrics(overlong: Mapping[str, int]) -> dict[str, float]:
 
 
 def residency_metrics(reports_by_rank: Sequence[Sequence[TransitionReport]]) -> dict[str, float]:
-    """Sum bytes over ranks, take the slowest rank's seconds, and warn of state that was left on a device."""
+    """Sum bytes over ranks, take the largest seconds and peaks, and warn of state that was left on a device."""
     for rank, reports in enumerate(reports_by_rank):
         for report in reports:
             for leftover in report.leftovers:
                 logger.warning("policy worker %d, %s: still on the device: %s", rank, report.target.value, leftover)
     by_rank = [totals(list(reports)) for reports in reports_by_rank]
     return {
-        name: max(rank[name] for rank in by_rank) if name.endswith("_s") else sum(rank[name] for rank in by_rank)
+        name: (max if name.endswith(("_s", "_gib")) else sum)(rank.get(name, 0.0) for rank in by_rank)
         for name in by_rank[0]
     }
 

@@ -191,7 +191,10 @@ class TransitionReport:
 
 
 def totals(reports: list[TransitionReport]) -> dict[str, float]:
-    """Sum transitions, under the names that the metrics use; seconds also by the phase that was entered."""
+    """Sum transitions, under the names that the metrics use; seconds also by the phase that was entered.
+
+    `PHASE/peak_gib` is the most device memory that this process held in a phase that was left, if that is known.
+    """
     by_phase: dict[str, float] = {}
     for phase in Phase:
         entered = [report for report in reports if report.target is phase]
@@ -199,6 +202,8 @@ def totals(reports: list[TransitionReport]) -> dict[str, float]:
             continue  # most runs have no teacher
         by_phase[f"{phase.value}/exposed_s"] = sum(report.exposed_s for report in entered)
         by_phase[f"{phase.value}/hidden_s"] = sum(report.hidden_s for report in entered)
+        if peak_bytes := max((report.peak_bytes for report in reports if report.source is phase), default=0):
+            by_phase[f"{phase.value}/peak_gib"] = peak_bytes / 2**30
     return by_phase | {
         "bytes_out": float(sum(r.bytes_out for r in reports)),
         "bytes_in": float(sum(r.bytes_in for r in reports)),
