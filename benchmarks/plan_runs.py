@@ -115,7 +115,7 @@ CASES = {
     ),
     "distillation": Case("distillation", "0.6B", OF_64_PROMPTS, teacher="4B"),
     "distillation_megatron": Case("distillation", "0.6B", (*ON_MEGATRON, *OF_64_PROMPTS), teacher="4B"),
-    "two_sft_sharded": Case("sft", "4B", gpus=2),
+    "two_sft_sharded": Case("sft", "4B", PACKED_8K, gpus=2),
     "two_sft_tensor_parallel": Case(
         "sft", "1.7B", (f"{DTENSOR}.tensor_parallel_size=2", f"{DTENSOR}.torch_compile=false"), gpus=2
     ),
@@ -185,7 +185,7 @@ def _cpu_keys(case: Case) -> list[str]:
         f"cluster.cpu_workers_per_node={case.gpus}",
         "policy.precision=float32",
         "policy.host_memory_budget_gib=null",
-        "policy.optimizer.kwargs.fused=false",
+        *(["policy.optimizer.kwargs.fused=false"] if case.algorithm != "distillation" else []),
         f"{DTENSOR}.torch_compile=false",
         "policy.max_total_sequence_length=64",
         "policy.train_global_batch_size=4",

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from nemo_offload_rl.memory.gpus import Gpu
     from nemo_offload_rl.memory.search import Search, Trial
     from nemo_offload_rl.memory.seconds import StageSeconds, Work
-    from nemo_offload_rl.memory.transfers import Copies, Stage
+    from nemo_offload_rl.memory.stages import Stage
+    from nemo_offload_rl.memory.transfers import Copies
 
 _GIB = 2**30
 _FEWEST_PARAMETERS = 10_000  # smaller models are not worth a plan

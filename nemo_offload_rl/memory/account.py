@@ -43,6 +43,7 @@ from nemo_offload_rl.memory.host_plan import HostNeed, HostPlan, host_need
 from nemo_offload_rl.memory.limits import memory_total_bytes
 from nemo_offload_rl.memory.machine import Machine
 from nemo_offload_rl.memory.passes import PASSES, most_tokens, pass_needs
+from nemo_offload_rl.memory.stages import Stage, held_rows, stages_of
 from nemo_offload_rl.models.shape import ModelShape
 from nemo_offload_rl.protocols.backend import COMPUTE_DTYPES, ExpectedBytes
 from nemo_offload_rl.residency import (
@@ -68,7 +69,7 @@ _GIB = 2**30
 _FP32_BYTES = 4
 TOLERANCE = 0.04  # of a GPU, by which estimates of passes may be off (tests/unit/memory/test_passes.py)
 
-# Groups that pass through the GPU part by part: the group that each is a part of, and the phases that use it.
+# Groups that come and go inside phases: the group that each is a part of, and the phases that use it.
 _WHOLE = {PARAMS_PART: PARAMS, GRADS_PART: GRADS, OPTIMIZER_PART: OPTIMIZER}
 _USED_IN = {
     PARAMS_PART: (Phase.TRAINING, Phase.OPTIM_STEP, Phase.LP_INFERENCE, Phase.REFIT),
@@ -84,7 +85,8 @@ class PhaseUse:
 
     Attributes:
         phase: The phase.
-        state: The policy's state by name; for groups that stream in parts, the embedding's part.
+        state: The policy's state by name, and the buffers of a refit; for groups that stream in parts, the embedding's
+            part.
         engine_bytes: Memory of the engine.
         other_bytes: Contexts, communicators and captured graphs.
         pass_bytes: Most that a pass of the phase needs in addition to state; None if that is unknown.
@@ -309,7 +311,7 @@ class Account:
         if gpu_bytes is None or not self.groups:
             return ()
         engine_bytes = self._engine_bytes(gpu_bytes)
-        phases = [phase for phase in self.plan.plan.phases if engine_bytes or not PHASES[phase].is_for_engine]
+        phases = [phase for phase in Phase if phase in self._held and (engine_bytes or not PHASES[phase].is_for_engine)]
         return tuple(
             PhaseUse(
                 phase=phase,
@@ -323,6 +325,19 @@ class Account:
             )
             for phase in phases
         )
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """Stages of a step, in order."""
+        return stages_of(self.cfg, keeps_reference=self.keeps_reference)
+
+    @cached_property
+    def _held(self) -> Mapping[Phase, frozenset[str]]:
+        """Rows of the plan whose groups are on the GPU from the start of each phase of the run."""
+        stages = self.stages
+        if isinstance(self.cfg, DpoMasterConfig) and Stage.REFERENCE not in stages:  # all of them before the first step
+            stages = (Stage.REFERENCE, *stages)
+        return held_rows(self.plan.plan, stages)
 
     @cached_property
     def pass_needs(self) -> Mapping[PassKind, PassNeed]:
@@ -343,6 +358,18 @@ class Account:
         return None if need is None else need.num_bytes(num_tokens)
 
     @property
+    def _refit_buffer_bytes(self) -> int:
+        """Bytes of the two buffers that carry weights to the engine."""
+        cfg = self.cfg
+        if not isinstance(cfg, RolloutMasterConfig):
+            return 0
+        itemsize = COMPUTE_DTYPES[cfg.policy.generation.vllm_cfg.precision].itemsize
+        # A tensor that is larger than a buffer travels in one of its own size.
+        largest_bytes = itemsize * (self.shape.vocab_size or 0) * (self.shape.hidden_size or 0)
+        buffer_bytes = max(int(cfg.policy.refit_buffer_size_gib * _GIB), largest_bytes)
+        return min(2 * buffer_bytes, itemsize * (self.num_parameters or 0))
+
+    @property
     def rows_in_parts(self) -> frozenset[str]:
         """Rows of the plan whose groups are on the GPU part by part."""
         rows = {PARAMS_PART, GRADS_PART, *([OPTIMIZER_PART] if self.cfg.policy.backend.streams_in_parts else [])}
@@ -358,9 +385,9 @@ class Account:
             if row in in_parts:
                 size = largest[_WHOLE[row]] if phase in _USED_IN[row] else 0
             else:
-                size = plan.plan.device_bytes({row: sizes[row]}, phase)
+                size = sizes[row] if row in self._held[phase] or phase in _USED_IN.get(row, ()) else 0
             state[name] = state.get(name, 0) + size
-        return state
+        return state | {"refit buffers": self._refit_buffer_bytes if phase is Phase.REFIT else 0}
 
     @cached_property
     def shape(self) -> ModelShape:
@@ -395,11 +422,12 @@ class Account:
         names = {REFERENCE} if spec.prefetches_snapshots and PARAMS_PART not in sizes else set()
         following = Phase.OPTIM_STEP if phase is Phase.TRAINING else spec.prefetches_for
         if following is not None:
-            # Groups that this phase leaves in place may come early. Parts come early only in passes before the step.
+            # Groups that this phase leaves on the host may come early. Parts come early only in passes before the step.
             names |= {
                 name
                 for name in sizes
                 if name in plan.table
+                and name not in self._held[phase]
                 and plan.placement(name, phase) is Placement.UNCHANGED
                 and plan.placement(name, following) is Placement.DEVICE
             }

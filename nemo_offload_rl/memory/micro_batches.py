@@ -31,7 +31,7 @@ def choose_batch_sizes(account: Account, keys: Collection[str]) -> dict[str, int
         sizes = sorted(_sizes(cfg), reverse=True)
         if not cfg.cluster.gpus_per_node:
             chosen[key] = next(size for size in sizes if size <= CPU_ROWS)
-        elif all(_pass_bytes(account, phase) is None for phase in _phases(key)):
+        elif not account.phases or any(use.pass_bytes is None for use in account.phases if use.phase in _phases(key)):
             raise ConfigError(
                 f"policy.{key} is {AUTO}, but what passes need of the GPU is not known: policy.model_name="
                 f"{cfg.policy.model_name} is no local folder with a model whose code runs without data, or this "
@@ -53,10 +53,6 @@ def _sizes(cfg: RunConfig) -> Iterator[int]:
 
 def _phases(key: str) -> tuple[Phase, ...]:
     return (Phase.TRAINING,) if key == "train_micro_batch_size" else (Phase.LP_INFERENCE,)
-
-
-def _pass_bytes(account: Account, phase: Phase) -> int | None:
-    return next((use.pass_bytes for use in account.phases if use.phase is phase), None)
 
 
 def _fits(account: Account, key: str, size: int) -> bool:

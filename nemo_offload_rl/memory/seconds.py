@@ -16,7 +16,8 @@ from nemo_offload_rl.keys.master import DistillationMasterConfig, DpoMasterConfi
 from nemo_offload_rl.keys.megatron import MegatronConfig
 from nemo_offload_rl.memory.account import Account
 from nemo_offload_rl.memory.gpus import GpuRates
-from nemo_offload_rl.memory.transfers import Copies, Stage, copies_of_step, stages_of
+from nemo_offload_rl.memory.stages import Stage
+from nemo_offload_rl.memory.transfers import Copies, copies_of_step
 from nemo_offload_rl.residency import PARAMS_PART, Phase
 from nemo_offload_rl.utils.flops import ModelSizes
 
@@ -131,7 +132,7 @@ class _Step:
         self._link_share = 1.0 if is_pinned else _PAGEABLE_SHARE
 
     def seconds(self) -> Mapping[Stage, StageSeconds]:
-        work = {stage: self._work_s(stage) for stage in stages_of(self._account)}
+        work = {stage: self._work_s(stage) for stage in self._account.stages}
         return {stage: StageSeconds(work_s, self._exposed_s(stage, work)) for stage, work_s in work.items()}
 
     def _work_s(self, stage: Stage) -> float:

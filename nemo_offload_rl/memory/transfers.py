@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 
-from nemo_offload_rl.keys.grpo import needs_prev_logprobs
-from nemo_offload_rl.keys.master import DistillationMasterConfig, GrpoMasterConfig, RolloutMasterConfig
 from nemo_offload_rl.memory.account import Account
+from nemo_offload_rl.memory.stages import Stage
 from nemo_offload_rl.residency import (
     GRADS_PART,
     OPTIMIZER,
@@ -18,37 +16,9 @@ from nemo_offload_rl.residency import (
     REFERENCE,
     TEACHER_HEAD,
     TEACHER_LAYER,
-    Phase,
     Placement,
 )
 
-
-class Stage(StrEnum):
-    """Part of a step, in the order of a step; the reference's pass is inside the phase of logprobs."""
-
-    REFIT = "refit"
-    GENERATION = "generation"
-    LOGPROBS = "logprobs"
-    REFERENCE = "reference"
-    TEACHER = "teacher"
-    TRAINING = "training"
-    UPDATE = "update"
-
-    @property
-    def phase(self) -> Phase:
-        """Phase of the worker in this stage."""
-        return _PHASES[self]
-
-
-_PHASES = {
-    Stage.REFIT: Phase.REFIT,
-    Stage.GENERATION: Phase.GENERATION,
-    Stage.LOGPROBS: Phase.LP_INFERENCE,
-    Stage.REFERENCE: Phase.LP_INFERENCE,
-    Stage.TEACHER: Phase.TEACHER_INFERENCE,
-    Stage.TRAINING: Phase.TRAINING,
-    Stage.UPDATE: Phase.OPTIM_STEP,
-}
 # Groups that the update writes, whose copies on the host are old afterwards.
 _UPDATED = frozenset({PARAMS, OPTIMIZER})
 # Groups that come and go inside stages; they are counted one by one.
@@ -77,24 +47,9 @@ class Copies:
         )
 
 
-def stages_of(account: Account) -> tuple[Stage, ...]:
-    """List the stages of a step of the run, in order."""
-    cfg = account.cfg
-    stages = {Stage.TRAINING, Stage.UPDATE}
-    if isinstance(cfg, RolloutMasterConfig):
-        stages |= {Stage.REFIT, Stage.GENERATION}
-    if isinstance(cfg, GrpoMasterConfig) and needs_prev_logprobs(cfg.grpo, cfg.loss_fn):
-        stages.add(Stage.LOGPROBS)
-    if isinstance(cfg, DistillationMasterConfig):
-        stages.add(Stage.TEACHER)
-    if account.keeps_reference:
-        stages.add(Stage.REFERENCE)
-    return tuple(stage for stage in Stage if stage in stages)
-
-
 def copies_of_step(account: Account) -> Mapping[Stage, Copies]:
     """Count what crosses the link in each stage of a step after the first, without activations."""
-    stages, plan, sizes = stages_of(account), account.plan.plan, account.plan.sizes
+    stages, plan, sizes = account.stages, account.plan.plan, account.plan.sizes
     copies = dict.fromkeys(stages, Copies())
     for row, size in sizes.items():
         if row in _IN_PARTS:

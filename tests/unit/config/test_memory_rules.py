@@ -377,8 +377,8 @@ def test_a_refit_without_room_for_the_weights_of_both_is_refused_also_with_adapt
     frozen = ["policy.dtensor_cfg.lora_cfg.enabled=true"]
     with pytest.raises(
         ConfigError,
-        match=r"^phase REFIT needs 93\.5 GiB on each GPU \(frozen params 60\.0, contexts 3\.5, the engine's weights "
-        r"30\.0\), but it has 80\.0; use more GPUs, with .*vllm_cfg.tensor_parallel_size",
+        match=r"^phase REFIT needs 95\.5 GiB on each GPU \(frozen params 60\.0, refit buffers 2\.0, contexts 3\.5, "
+        r"the engine's weights 30\.0\), but it has 80\.0; use more GPUs, with .*vllm_cfg.tensor_parallel_size",
     ):
         load(frozen, parameters=15 * GIB, gpu_gib=80)
     load([*frozen, *OWN_GPUS], parameters=15 * GIB, gpu_gib=80)
