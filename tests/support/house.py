@@ -29,8 +29,8 @@ SMALL_LINES = 60
 LIMITS = {
     "imports upward": 0,
     "circles of modules": 0,
-    "modules": 308,
-    "lines": 55450,
+    "modules": 309,
+    "lines": 55480,
     "modules under 60 lines with one importer": 0,
 }
 
