@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster
@@ -16,10 +18,12 @@ from nemo_offload_rl.generation.vllm.engine import VllmEngine
 from nemo_offload_rl.generation.vllm.engine_args import vllm_env
 from nemo_offload_rl.keys.engine import VllmSettings
 from nemo_offload_rl.keys.generation import SamplingSettings, engine_devices_problem
-from nemo_offload_rl.protocols.engine import Completion
+from nemo_offload_rl.protocols.engine import Completion, Finished
 from nemo_offload_rl.protocols.refit import RefitGroupAddress, WeightBucket
 
 _MAX_REQUESTS_IN_FLIGHT = 256
+_WAIT_S = 2.0
+_CALLS_AHEAD = 2
 
 
 class RayGenerationEngine:
@@ -81,6 +85,38 @@ class RayGenerationEngine:
             seed = None if sampling.seed is None else sampling.seed + start * num_samples
             shares.append((list(prompts[start:end]), replace(sampling, seed=seed), num_samples))
         return [completions for share in self._group.run_each(VllmEngine.generate, shares) for completions in share]
+
+    def generate_as_finished(
+        self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sequence[SamplingSettings]]
+    ) -> Iterator[list[Finished]]:
+        """Generate responses and yield them as they finish, those of about two seconds at a time.
+
+        The engines go on while the caller works on what they have yielded.
+
+        Args:
+            prompts: Token ids.
+            samplings: For each prompt, the sampling of each of its responses, with its own seed.
+        """
+        bounds = _shares(len(prompts), self._group.world_size)
+        shares = [(list(prompts[start:end]), list(samplings[start:end])) for start, end in bounds]
+        self._group.run_each(VllmEngine.begin_generation, shares)
+        num_left = sum(map(len, samplings))
+        # Each engine has its next call already when it returns from one, so it waits neither for Ray nor for others.
+        calls = deque(self._group.start_all(VllmEngine.take_finished, _WAIT_S) for _ in range(_CALLS_AHEAD))
+        away_s = 0.0
+        while calls:
+            answers = calls.popleft()()
+            found = [
+                (start + place, number, completion)
+                for (start, _), answer in zip(bounds, answers, strict=True)
+                for place, number, completion in answer
+            ]
+            num_left -= len(found)
+            if num_left:
+                calls.append(self._group.start_all(VllmEngine.take_finished, max(_WAIT_S, away_s)))
+            began_s = time.monotonic()
+            yield found
+            away_s = time.monotonic() - began_s
 
     async def generate_async(
         self, prompt: Sequence[int], sampling: SamplingSettings, num_samples: int = 1

@@ -69,7 +69,7 @@ class EvalGenerationConfig:
     num_prompts_per_step: Annotated[
         int | None,
         doc(
-            "Prompts to generate for and score at a time, after which their answers are written; null for all at once.",
+            "Prompts to ask at a time; null for all at once. Each answer is scored and written when it is finished.",
             ge=1,
         ),
     ] = None

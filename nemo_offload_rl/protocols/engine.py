@@ -19,6 +19,10 @@ class Completion:
     finish_reason: str  # "stop", "length" or "abort"
 
 
+type Finished = tuple[int, int, Completion]
+"""Place of a prompt, number of the response among the prompt's, and the response."""
+
+
 class GenerationEngine(Protocol):
     """One inference engine with all of its tensor-parallel ranks."""
 

@@ -2,19 +2,21 @@
 
 1. `unfinished.json` says what the answers in `responses.jsonl` depend on. It is there from the first answers to the
    results.
-2. An evaluation that finds it goes on after the last prompt whose answers are complete, or is refused if it would
-   answer otherwise. Without it, the folder's files are those of a finished evaluation, and are overwritten.
+2. Answers are appended in the order in which they finish. Each append is one write of whole lines.
+3. An evaluation that finds `unfinished.json` asks for the answers that are missing, or is refused if it would answer
+   otherwise. Without it, the folder's files are those of a finished evaluation, and are overwritten.
+4. At the end the answers are written anew in the order of the data.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from nemo_offload_rl.algorithms.identity import Identity, first_difference
 from nemo_offload_rl.errors import ConfigError
@@ -27,26 +29,39 @@ type AnswerRecord = Mapping[str, Any]
 """One answer: a line of responses.jsonl."""
 
 
+class AnswerKey(NamedTuple):
+    """Which answer a record is; its fields have these names in the record."""
+
+    prompt_index: int
+    kind: str
+    sample: int
+
+
 class AnswersFile:
-    """Answers to one prompt after the other, in memory and in a folder.
+    """Answers of an evaluation in any order, in memory and in a folder.
 
     Args:
         folder: The folder; None keeps the answers in memory only.
         identity: What the answers depend on.
-        num_answers: Answers to each prompt.
-
-    Attributes:
-        records: All answers.
+        num_prompts: Prompts of the evaluation.
+        num_answers: Answers to each prompt, by kind.
 
     Raises:
         ConfigError: The folder cannot be written, or has the answers of an interrupted evaluation of another identity.
     """
 
-    def __init__(self, folder: Path | None, identity: Identity, num_answers: int) -> None:
+    def __init__(
+        self, folder: Path | None, identity: Identity, num_prompts: int, num_answers: Mapping[str, int]
+    ) -> None:
         self._folder = folder
         self._identity = identity
-        self._num_answers = num_answers
-        self.records: list[AnswerRecord] = []
+        self._keys = [
+            AnswerKey(index, kind, sample)
+            for index in range(num_prompts)
+            for kind, num in num_answers.items()
+            for sample in range(num)
+        ]
+        self._found: dict[AnswerKey, AnswerRecord] = {}
         self._has_begun = False
         if folder is None:
             return
@@ -55,36 +70,48 @@ class AnswersFile:
                 self._continue(folder)
 
     @property
-    def num_prompts(self) -> int:
-        """Prompts whose answers are complete."""
-        return len(self.records) // self._num_answers
+    def records(self) -> list[AnswerRecord]:
+        """The answers that are there, in the order of the data."""
+        return [self._found[key] for key in self._keys if key in self._found]
 
-    def add(self, records: Sequence[AnswerRecord]) -> None:
-        """Append all answers to the next prompts.
+    def missing(self) -> list[AnswerKey]:
+        """Return the answers that are not there, in the order of the data."""
+        return [key for key in self._keys if key not in self._found]
+
+    def count(self) -> str:
+        """Tell how many answers of all are there, such as "3 of 8"."""
+        return f"{len(self._found)} of {len(self._keys)}"
+
+    def add(self, records: Iterable[AnswerRecord]) -> None:
+        """Append answers.
+
+        Raises:
+            ConfigError: The folder cannot be written.
+        """
+        found = {_key(record): record for record in records}
+        if found and self._folder is not None:
+            with writing(self._folder) as folder:
+                if not self._has_begun:
+                    self._begin(folder)
+                _write(folder / RESPONSES_FILE, found.values(), "ab")
+        self._found |= found
+
+    def finish(self) -> None:
+        """Write the answers in the order of the data, and note that the results are written.
 
         Raises:
             ConfigError: The folder cannot be written.
         """
         if self._folder is not None:
             with writing(self._folder) as folder:
-                if not self._has_begun:
-                    self._begin(folder)
-                _write(folder / RESPONSES_FILE, records, "a")
-        self.records.extend(records)
+                self._write_anew(folder)
+                (folder / UNFINISHED_FILE).unlink(missing_ok=True)
 
-    def finish(self) -> None:
-        """Note that the results are written."""
-        if self._folder is not None:
-            (self._folder / UNFINISHED_FILE).unlink(missing_ok=True)
-
-    def way_to_go_on(self, num_prompts: int) -> str:
-        """How to continue an evaluation of `num_prompts` prompts that ends early."""
-        if self._folder is None or not self.records:
+    def way_to_go_on(self) -> str:
+        """How to continue an evaluation that ends early."""
+        if self._folder is None or not self._found:
             return "no answers were written"
-        return (
-            f"{self.num_prompts} of {num_prompts} prompts are answered in {self._folder / RESPONSES_FILE}; the same "
-            "command goes on from there"
-        )
+        return f"{self.count()} answers are in {self._folder / RESPONSES_FILE}; the same command goes on from there"
 
     def _begin(self, folder: Path) -> None:
         """Remove the files of an earlier evaluation. Its answers go before the new identity is written."""
@@ -110,20 +137,14 @@ class AnswersFile:
                 f"{other}; set it as it was to go on, name another folder, or remove {folder / UNFINISHED_FILE} to "
                 "start anew"
             )
-        self.records = list(self._complete(folder / RESPONSES_FILE))
-        partial = folder / f"{RESPONSES_FILE}.partial"
-        _write(partial, self.records, "w")  # the last line may be cut
-        partial.replace(folder / RESPONSES_FILE)
+        self._found = {_key(record): record for record in _read(folder / RESPONSES_FILE)}
+        self._write_anew(folder)  # the last line may be cut
         self._has_begun = True
 
-    def _complete(self, path: Path) -> Iterator[AnswerRecord]:
-        """The answers in a file up to the first prompt that lacks some."""
-        groups = groupby(_read(path), key=lambda record: record["prompt_index"])
-        for number, (index, group) in enumerate(groups):
-            answers = list(group)
-            if index != number or len(answers) != self._num_answers:
-                return
-            yield from answers
+    def _write_anew(self, folder: Path) -> None:
+        partial = folder / f"{RESPONSES_FILE}.partial"
+        _write(partial, self.records, "wb")
+        partial.replace(folder / RESPONSES_FILE)
 
 
 def check_writable(folder: Path) -> None:
@@ -148,19 +169,28 @@ def writing(folder: Path) -> Iterator[Path]:
         ) from error
 
 
-def _write(path: Path, records: Sequence[AnswerRecord], mode: str) -> None:
-    # UTF-8 cannot encode a lone surrogate; its escape is valid JSON.
-    with path.open(mode, encoding="utf-8", errors="backslashreplace") as file:
-        file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+def _key(record: AnswerRecord) -> AnswerKey:
+    return AnswerKey(*(record[name] for name in AnswerKey._fields))
+
+
+def _write(path: Path, records: Iterable[AnswerRecord], mode: str) -> None:
+    lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    with path.open(mode) as file:
+        # UTF-8 cannot encode a lone surrogate; its escape is valid JSON.
+        file.write(lines.encode(errors="backslashreplace"))
         file.flush()
         os.fsync(file.fileno())
 
 
 def _read(path: Path) -> Iterator[AnswerRecord]:
     """The answers up to a line that is cut."""
+    num_read = Counter[tuple[int, str]]()
     for line in path.read_bytes().split(b"\n"):
         try:
             record = json.loads(line)
         except ValueError:
             return
+        kind = record["prompt_index"], record["kind"]
+        record.setdefault("sample", num_read[kind])  # earlier versions did not write it, and wrote in order
+        num_read[kind] += 1
         yield record

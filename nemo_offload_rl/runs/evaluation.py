@@ -3,14 +3,13 @@
 1. Configuration, model folder and data are checked before Ray starts.
 2. The engine loads the model's own weights; there is no policy and no refit.
 3. The engine answers batches of prompts: `num_tests_per_prompt` responses to each, and a greedy one with `eval.greedy`.
-   The answers are written after each batch; an interrupted evaluation goes on after the last one.
+   Each answer is scored and written when it is finished; an interrupted evaluation asks for those that are missing.
 4. Results are printed, and written with an HTML page.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -35,11 +34,12 @@ from nemo_offload_rl.experience.rollouts import Decode, Rollouts, Turns
 from nemo_offload_rl.experience.types import Rollout, unscored_rates
 from nemo_offload_rl.keys.generation import SamplingSettings
 from nemo_offload_rl.keys.master import EvalConfig
-from nemo_offload_rl.protocols.engine import Completion
+from nemo_offload_rl.protocols.engine import Finished
 from nemo_offload_rl.runs.answers_file import (
     PAGE_FILE,
     RESPONSES_FILE,
     RESULTS_FILE,
+    AnswerKey,
     AnswerRecord,
     AnswersFile,
     check_writable,
@@ -57,7 +57,11 @@ if TYPE_CHECKING:
 
 ALL = "all"
 
-type Generate = Callable[[Sequence[Sequence[int]], SamplingSettings, int], list[list[Completion]]]
+SAMPLED, GREEDY = "sampled", "greedy"
+
+type Generate = Callable[[Sequence[Sequence[int]], Sequence[Sequence[SamplingSettings]]], Iterator[list[Finished]]]
+"""Signature of `RayGenerationEngine.generate_as_finished`."""
+
 type Results = dict[str, dict[str, float | None]]
 """Metrics by data set, and over all prompts under `all`; a metric is None if no response has the score it needs."""
 
@@ -86,7 +90,7 @@ class Evaluation:
 
     def _metrics(self, name: str | None, k: int) -> dict[str, float | None]:
         mine = [answer for answer in self.answers if name in (None, answer["data_set"])]
-        sampled, greedy = ([a for a in mine if a["kind"] == kind] for kind in ("sampled", "greedy"))
+        sampled, greedy = ([a for a in mine if a["kind"] == kind] for kind in (SAMPLED, GREEDY))
         groups = _by_prompt(sampled)
         scored = [_scored(group) for group in groups.values()]
         correct, num_scored = [sum(a["correct"] for a in group) for group in scored], [len(group) for group in scored]
@@ -139,14 +143,14 @@ def run_eval(config: EvalConfig, *, validation_data: Rows | None = None) -> Resu
     vocab_size = model_vocab_size(config.engine.model_name, config.engine.hf_config_overrides)
     check_token_ids(tokenizer, (prompt.token_ids for prompt in prompts), vocab_size)
     identity = {} if folder is None else evaluation_identity(config, tokenizer, prompts, code)
-    answers = AnswersFile(folder, identity, config.eval.num_tests_per_prompt + config.eval.greedy)
+    num_answers = {SAMPLED: config.eval.num_tests_per_prompt, GREEDY: int(config.eval.greedy)}
+    answers = AnswersFile(folder, identity, len(prompts), num_answers)
 
     def decode(token_ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
-    num_left = len(prompts) - answers.num_prompts
-    size = config.generation.num_prompts_per_step or len(prompts)
-    progress = RunProgress(math.ceil(num_left / size), unit="batch")
+    batches = batches_of(answers.missing(), config.generation.num_prompts_per_step or len(prompts))
+    progress = RunProgress(len(batches), unit="batch")
     with ExitStack() as stack:
         environments = stack.enter_context(open_environments(config.env, code, splits))
         scoring = {name: found for name, found in environments.items() if not isinstance(found, AgentEnvironment)}
@@ -161,15 +165,15 @@ def run_eval(config: EvalConfig, *, validation_data: Rows | None = None) -> Resu
             "data": data_line((prompt.data_set for prompt in prompts), None, "prompts"),
             "results": "not kept (eval.save_path is null)" if folder is None else shown_path(folder),
         }
-        if answers.num_prompts:
-            facts["goes on"] = f"{answers.num_prompts} of {len(prompts)} prompts are answered in this folder"
+        if answers.records:
+            facts["goes on"] = f"{answers.count()} answers are in this folder"
         progress.begin(f"evaluation, {config.eval.num_tests_per_prompt} responses to each prompt", facts)
-        if num_left:
+        if batches:
             try:
                 engine = stack.enter_context(evaluation_engine(config, progress.starting))
-                ask_all(config, prompts, engine.generate, scoring, decode, answers, progress)
+                ask_all(config, prompts, batches, engine.generate_as_finished, scoring, decode, answers, progress)
             except BaseException as error:
-                error.add_note(LastLines(answers.way_to_go_on(len(prompts))))
+                error.add_note(LastLines(answers.way_to_go_on()))
                 raise
         ballots = ballots_of(answers.records, prompts, scoring) if config.eval.metric == "cons@k" else None
     evaluation = Evaluation(answers.records, ballots)
@@ -185,49 +189,70 @@ def run_eval(config: EvalConfig, *, validation_data: Rows | None = None) -> Resu
     return results
 
 
+def batches_of(missing: Sequence[AnswerKey], num_prompts: int) -> list[list[AnswerKey]]:
+    """Split answers, which stand in the order of the data, into those to `num_prompts` prompts at a time."""
+    to_prompts = [list(keys) for _, keys in groupby(missing, key=lambda key: key.prompt_index)]
+    return [
+        [key for keys in to_prompts[start : start + num_prompts] for key in keys]
+        for start in range(0, len(to_prompts), num_prompts)
+    ]
+
+
 def ask_all(
     config: EvalConfig,
     prompts: Sequence[Prompt],
+    batches: Sequence[Sequence[AnswerKey]],
     generate: Generate,
     environments: Mapping[str, Environment],
     decode: Decode,
     answers: AnswersFile,
     progress: RunProgress,
 ) -> None:
-    """Ask the prompts that are not answered yet, batch by batch, and score the responses; rollouts have one turn."""
+    """Ask for answers batch by batch; score and add those that are finished. Rollouts have one turn."""
     timer = PhaseTimer()
-    progress.follow(timer.current)
-    size, seed = config.generation.num_prompts_per_step or len(prompts), config.eval.seed
-    num, seeded = config.eval.num_tests_per_prompt, config.generation.vllm_cfg.per_request_seeds
+    progress.follow(lambda: f"{timer.current()}, {answers.count()} answers")
     turns = Turns(max_turns=1, max_tokens=config.engine.max_model_len, encode=lambda observation, response: ())
 
-    def ask(batch: Sequence[Prompt], sampling: SamplingSettings, group_size: int) -> list[Sequence[Rollout]]:
-        asked = Rollouts(batch, group_size=group_size, environments=environments, decode=decode, turns=turns)
-        token_ids, num_samples = asked.prompts()
-        with timer.phase("generation"):
-            responses = generate(token_ids, sampling, num_samples)
-        with timer.phase("reward"):
-            asked.step(responses)
-        rollouts = asked.batch().rollouts
-        return [rollouts[start : start + group_size] for start in range(0, len(rollouts), group_size)]
-
-    for number, start in enumerate(range(answers.num_prompts, len(prompts), size), 1):
-        batch = prompts[start : start + size]
-        # A response's seed depends only on its place: batch sizes and engines do not change the draws.
-        place = seed * 2**32 + start * num if seeded else None
-        sampled = ask(batch, replace(config.generation.sampling(greedy=False), seed=place), num)
-        greedy = ask(batch, config.generation.sampling(greedy=True), 1) if config.eval.greedy else [()] * len(batch)
-        answers.add(
-            [
-                _record(start + index, kind, rollout)
-                for index in range(len(batch))
-                for kind, groups in (("sampled", sampled), ("greedy", greedy))
-                for rollout in groups[index]
-            ]
+    def ask(keys: Sequence[AnswerKey]) -> Iterator[Rollout]:
+        to_prompts = [list(group) for _, group in groupby(keys, key=lambda key: key.prompt_index)]
+        chunks = generate(
+            [prompts[group[0].prompt_index].token_ids for group in to_prompts],
+            [[sampling_of(config, key) for key in group] for group in to_prompts],
         )
-        right = _mean([rollout.correct for group in sampled for rollout in group if rollout.unscored is None])
-        figures = {"prompts": f"{start + len(batch)} of {len(prompts)}"}
+        while True:
+            with timer.phase("generation"):
+                finished = next(chunks, None)
+            if finished is None:
+                return
+            found = [to_prompts[place][number] for place, number, _ in finished]
+            asked = Rollouts(
+                [prompts[key.prompt_index] for key in found],
+                group_size=1,
+                environments=environments,
+                decode=decode,
+                turns=turns,
+            )
+            with timer.phase("reward"):
+                asked.step([[completion] for _, _, completion in finished])
+            rollouts = asked.batch().rollouts
+            answers.add([_record(*pair) for pair in zip(found, rollouts, strict=True)])
+            yield from rollouts
+
+    for number, batch in enumerate(batches, 1):
+        by_kind = {kind: [key for key in batch if key.kind == kind] for kind in (SAMPLED, GREEDY)}
+        rollouts = {kind: list(ask(keys)) for kind, keys in by_kind.items() if keys}
+        right = _mean([rollout.correct for rollout in rollouts.get(SAMPLED, []) if rollout.unscored is None])
+        figures = {"answers": answers.count()}
         progress.step_done(number, figures if right is None else {**figures, "accuracy": f"{right:.1%}"}, timer.drain())
+
+
+def sampling_of(config: EvalConfig, key: AnswerKey) -> SamplingSettings:
+    """Return how to sample an answer; its seed depends only on its place, so batches and engines change no draw."""
+    if key.kind == GREEDY:
+        return config.generation.sampling(greedy=True)
+    place = key.prompt_index * config.eval.num_tests_per_prompt + key.sample
+    seed = config.eval.seed * 2**32 + place if config.generation.vllm_cfg.per_request_seeds else None
+    return replace(config.generation.sampling(greedy=False), seed=seed)
 
 
 def ballots_of(
@@ -240,7 +265,7 @@ def ballots_of(
     Raises:
         ConfigError: No response has an answer.
     """
-    groups = _by_prompt([answer for answer in answers if answer["kind"] == "sampled"])
+    groups = _by_prompt([answer for answer in answers if answer["kind"] == SAMPLED])
     if all(answer["answer"] is None for group in groups.values() for answer in group):
         raise ConfigError(
             "eval.metric is cons@k, which counts answers, but no response has one; return Scores with `answer` from "
@@ -328,10 +353,9 @@ def summary(config: EvalConfig, results: Results) -> str:
     return f"{', '.join(told)} ({_text('num_prompts', metrics['num_prompts'])} prompts)"
 
 
-def _record(index: int, kind: str, rollout: Rollout) -> AnswerRecord:
+def _record(key: AnswerKey, rollout: Rollout) -> AnswerRecord:
     return {
-        "prompt_index": index,
-        "kind": kind,
+        **key._asdict(),
         "data_set": rollout.prompt.data_set,
         "prompt": rollout.prompt.text,
         "response": rollout.response_text,

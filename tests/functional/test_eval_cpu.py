@@ -1,8 +1,9 @@
-"""One evaluation on a CPU: a checkpoint's model, two data sets, greedy and sampled responses."""
+"""An evaluation on a CPU, killed once: a checkpoint's model, two data sets, greedy and sampled responses."""
 
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from itertools import combinations
 from math import comb
@@ -32,18 +33,21 @@ def _votes(records: list[dict[str, Any]], k: int) -> float:
 def test_an_evaluation_samples_scores_and_writes_what_its_responses_say(
     run_script: Callable[..., Finished], tmp_path: Path
 ) -> None:
-    """Greedy responses are Hugging Face's, and each metric is that of the responses on disk."""
+    """Greedy responses are Hugging Face's, and each metric is that of the responses on disk.
+
+    The engine generates ten responses at a time. All are one batch, in which the evaluation is killed.
+    """
     model: Any = save_model_folder(tmp_path / "run/step_2/hf", seed=0)
     rows = [{"q": f"what is {i}+1?", "a": str(i + 1)} for i in range(3)]
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     own = f"{{dataset_name: ResponseDataset, path: {tmp_path}/d.jsonl, input_key: q, output_key: a, env_name: math}}"
-    done = run_script(
+    command = (
         "tests/support/one_process_eval.py",
         "--config", str(EVAL),
         f"generation.model_name={tmp_path}/run",
         "generation.temperature=1.0",
         "generation.max_new_tokens=8",
-        "generation.num_prompts_per_step=5",
+        "+generation.vllm_kwargs.max_num_seqs=10",
         "generation.vllm_cfg.precision=float32",
         "generation.vllm_cfg.kv_cache_memory_gib=0.0625",
         "generation.vllm_cfg.max_model_len=64",
@@ -60,14 +64,24 @@ def test_an_evaluation_samples_scores_and_writes_what_its_responses_say(
         "eval.greedy=true",
         f"eval.save_path={tmp_path}/out",
     )  # fmt: skip
+    killed = run_script(*command, env={"IS_KILLED": "1"})
+    assert killed.status == -signal.SIGKILL, killed.stderr
+    kept = (tmp_path / "out/responses.jsonl").read_text().splitlines()
+    assert 1 <= len(kept) <= 10
+    done = run_script(*command)
     assert done.status == 0, done.stderr
+    assert f"goes on  {len(kept)} of 35 answers are in this folder" in done.stdout
     assert done.stdout.endswith(
         f"  results    {tmp_path}/out/results.json\n"
         f"  responses  {tmp_path}/out/responses.jsonl\n"
         f"  page       {tmp_path}/out/index.html\n"
     )
     written = json.loads((tmp_path / "out/results.json").read_text())
-    records = [json.loads(line) for line in (tmp_path / "out/responses.jsonl").read_text().splitlines()]
+    lines = (tmp_path / "out/responses.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert {record["sample"] for record in records} == {0, 1, 2, 3} and set(kept) <= set(lines)
+    order = {"sampled": 0, "greedy": 1}
+    assert records == sorted(records, key=lambda one: (one["prompt_index"], order[one["kind"]], one["sample"]))
     assert written["model"] == f"{tmp_path}/run/step_2/hf"
     assert list(written["results"]) == ["all", "arithmetic", "d"]
     assert (tmp_path / "out/index.html").read_text().count("<details>") == 7 + 1

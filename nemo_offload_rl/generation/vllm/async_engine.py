@@ -7,6 +7,7 @@ other loop. Its engine core is always another process.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import itertools
 import threading
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
@@ -24,7 +25,7 @@ from nemo_offload_rl.generation.vllm.requests import (
 )
 from nemo_offload_rl.keys.engine import VllmSettings
 from nemo_offload_rl.keys.generation import SamplingSettings
-from nemo_offload_rl.protocols.engine import Completion
+from nemo_offload_rl.protocols.engine import Completion, Finished
 from nemo_offload_rl.protocols.refit import WeightBucket
 from nemo_offload_rl.utils.liveness import show_progress
 
@@ -55,6 +56,7 @@ class AsyncVllmEngine(VllmEngineBase):
         can_sleep = arguments.get("enable_sleep_mode", False)
         super().__init__(settings, can_sleep, arguments["load_format"] != "dummy")
         self._request_ids = itertools.count()
+        self._places: dict[concurrent.futures.Future[list[Completion]], tuple[int, int]] = {}  # of `begin_generation`
         self._served = ServedWeights()
         self._pausing = threading.Condition()  # guards `_recomputes`, and the state that calls check
         self._recomputes: bool | None = None  # while paused: whether KV caches are computed again
@@ -233,6 +235,18 @@ class AsyncVllmEngine(VllmEngineBase):
             return await asyncio.gather(*calls)
 
         return self._wait(all_of_them())
+
+    def _begin(self, prompt: Sequence[int], sampling: SamplingSettings, place: tuple[int, int]) -> None:
+        coroutine = self._one(prompt, sampling, num_samples=1, position=0)
+        self._places[asyncio.run_coroutine_threadsafe(coroutine, self._loop)] = place
+
+    def _take_finished(self, wait_s: float) -> list[Finished]:
+        waits_for = list(self._places)
+        done = concurrent.futures.wait(waits_for, wait_s, concurrent.futures.FIRST_EXCEPTION).done
+        # Responses that finished before the engine died come first; the next call raises its error.
+        answered = [future for future in done if future.exception() is None] or done
+        found = [(future.result()[0], self._places.pop(future, None)) for future in answered]
+        return [(*place, completion) for completion, place in found if place is not None]  # else of another call
 
     def _wake_up(self, tags: list[str]) -> None:
         self._wait(self._engine.wake_up(tags))

@@ -18,7 +18,7 @@ from nemo_offload_rl.generation.vllm.requests import check_prompts
 from nemo_offload_rl.generation.vllm.worker_extension import bucket_to_wire
 from nemo_offload_rl.keys.engine import VllmSettings
 from nemo_offload_rl.keys.generation import SamplingSettings
-from nemo_offload_rl.protocols.engine import Completion
+from nemo_offload_rl.protocols.engine import Completion, Finished
 from nemo_offload_rl.protocols.refit import RefitError, RefitGroupAddress, WeightBucket, listed
 
 ALL_TAGS: tuple[str, ...] = ("weights", "kv_cache")
@@ -26,7 +26,7 @@ HAND_OVER_TIMEOUT_S = 30.0  # a policy worker's last copies to the host take sec
 
 
 class VllmEngineBase(ABC):
-    """Implements `GenerationEngine` on six primitives of one vLLM engine.
+    """Implements `GenerationEngine` on a few primitives of one vLLM engine.
 
     Args:
         settings: The engine's settings.
@@ -55,6 +55,33 @@ class VllmEngineBase(ABC):
         self.check_ready()
         check_prompts(prompts, self._settings.max_model_len)
         return self._generate(prompts, self.effective(sampling), num_samples) if prompts else []
+
+    def begin_generation(
+        self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sequence[SamplingSettings]]
+    ) -> None:
+        """Begin to sample responses, which `take_finished` returns; all earlier ones must have been taken.
+
+        Args:
+            prompts: Token ids.
+            samplings: For each prompt, the sampling of each of its responses, with its own seed.
+
+        Raises:
+            DataError: A prompt is empty or leaves no room for a token.
+            RuntimeError: The engine sleeps, or its weights are not valid.
+        """
+        self.check_ready()
+        check_prompts(prompts, self._settings.max_model_len)
+        for place, (prompt, of_prompt) in enumerate(zip(prompts, samplings, strict=True)):
+            for number, sampling in enumerate(of_prompt):
+                self._begin(prompt, self.effective(sampling), (place, number))
+
+    def take_finished(self, wait_s: float) -> list[Finished]:
+        """Return the responses that have finished since the last call, after `wait_s` or when all have finished.
+
+        `VllmEngine` generates only during this call, at least one token of each running response.
+        """
+        with self.deaths_told():
+            return self._take_finished(wait_s)
 
     def effective(self, sampling: SamplingSettings) -> SamplingSettings:
         """Drop the seed from the sampling, unless requests have their own seeds."""
@@ -189,6 +216,12 @@ class VllmEngineBase(ABC):
     def _generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingSettings, num_samples: int
     ) -> list[list[Completion]]: ...
+
+    @abstractmethod
+    def _begin(self, prompt: Sequence[int], sampling: SamplingSettings, place: tuple[int, int]) -> None: ...
+
+    @abstractmethod
+    def _take_finished(self, wait_s: float) -> list[Finished]: ...
 
     @abstractmethod
     def _wake_up(self, tags: list[str]) -> None: ...

@@ -3,35 +3,20 @@
 from __future__ import annotations
 
 import gc
-import math
-from collections.abc import Sequence
-from functools import partial
-from io import StringIO
+import time
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
-
-from tqdm import tqdm
 
 from nemo_offload_rl.generation.vllm.base import VllmEngineBase, start_error
 from nemo_offload_rl.generation.vllm.engine_args import engine_args
 from nemo_offload_rl.generation.vllm.requests import completion_from_output, sampling_params
 from nemo_offload_rl.keys.engine import VllmSettings
 from nemo_offload_rl.keys.generation import SamplingSettings
-from nemo_offload_rl.protocols.engine import Completion
+from nemo_offload_rl.protocols.engine import Completion, Finished
 from nemo_offload_rl.utils.liveness import show_progress
 
 if TYPE_CHECKING:
-    from vllm import LLM
-
-
-class _Progress(tqdm):
-    """Counts finished responses for vLLM, and reports them to watchers of this process instead of the terminal."""
-
-    monitor_interval = 0  # no thread
-
-    def update(self, n: float | None = 1) -> bool | None:
-        """Count a prompt whose responses have finished; vLLM calls it."""
-        show_progress()
-        return super().update(n)
+    from vllm import LLM, SamplingParams
 
 
 class VllmEngine(VllmEngineBase):
@@ -51,6 +36,7 @@ class VllmEngine(VllmEngineBase):
         arguments = engine_args(settings, device_type=current_platform.device_type)
         can_sleep = arguments.get("enable_sleep_mode", False)
         super().__init__(settings, can_sleep, arguments["load_format"] != "dummy")
+        self._places: dict[str, tuple[int, int]] = {}  # by request, of `begin_generation`
         try:
             self._llm: LLM | None = LLM(**arguments)
         except ValueError as error:
@@ -73,16 +59,41 @@ class VllmEngine(VllmEngineBase):
     def _generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingSettings, num_samples: int
     ) -> list[list[Completion]]:
+        with self.deaths_told():
+            params = [sampling_params(sampling, num_samples, position) for position in range(len(prompts))]
+            requests = [self._add(prompt, of_prompt) for prompt, of_prompt in zip(prompts, params, strict=True)]
+            finished: dict[str, list[Completion]] = {}
+            while len(finished) < len(requests):
+                finished.update(self._step())
+        return [finished[request] for request in requests]
+
+    def _begin(self, prompt: Sequence[int], sampling: SamplingSettings, place: tuple[int, int]) -> None:
+        self._places[self._add(prompt, sampling_params(sampling, num_samples=1, position=0))] = place
+
+    def _take_finished(self, wait_s: float) -> list[Finished]:
+        until_s = time.monotonic() + wait_s
+        found: list[Finished] = []
+        while self._places:
+            found += [(*self._places.pop(request), completion) for request, (completion,) in self._step()]
+            if time.monotonic() >= until_s:
+                break
+        return found
+
+    def _add(self, prompt: Sequence[int], params: SamplingParams) -> str:
+        """Add a request and return its name."""
         from vllm import TokensPrompt
 
-        progress: Any = partial(_Progress, file=StringIO(), mininterval=math.inf)
-        with self.deaths_told():
-            outputs = self._engine.generate(
-                [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts],
-                [sampling_params(sampling, num_samples, position) for position in range(len(prompts))],
-                use_tqdm=progress,
-            )
-        return [[completion_from_output(sample) for sample in output.outputs] for output in outputs]
+        (name,) = self._engine.enqueue([TokensPrompt(prompt_token_ids=list(prompt))], [params], use_tqdm=False)
+        return name.partition("-")[0]  # vLLM adds random characters, which its outputs do not have
+
+    def _step(self) -> Iterator[tuple[str, list[Completion]]]:
+        """Generate the next token of each running response; yield the requests that have finished."""
+        from vllm import RequestOutput
+
+        for output in self._engine.llm_engine.step():
+            if isinstance(output, RequestOutput) and output.finished:
+                show_progress()
+                yield output.request_id, [completion_from_output(sample) for sample in output.outputs]
 
     def _wake_up(self, tags: list[str]) -> None:
         with self.deaths_told():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from nemo_offload_rl.environments.math import MathEnvironment, RetryEnvironment
 from nemo_offload_rl.errors import ConfigError, DataError
 from nemo_offload_rl.keys.generation import SamplingSettings
 from nemo_offload_rl.keys.published import MathProblemsConfig
-from nemo_offload_rl.protocols.engine import Completion
+from nemo_offload_rl.protocols.engine import Completion, Finished
 from nemo_offload_rl.runs import evaluation
 from nemo_offload_rl.runs.evaluation import run_eval
 from nemo_offload_rl.runs.loading import load_eval_config, load_grpo_config
@@ -119,7 +119,7 @@ def test_a_folder_for_results_that_cannot_be_written_is_told_before_anything_is_
 
 
 def test_errors_of_code_that_training_shares_name_the_keys_of_an_evaluation(tmp_path: Path) -> None:
-    config = load_eval_config(EVAL, ["eval.save_path=null", f"tokenizer.name={tmp_path}"])
+    config = load_eval_config(EVAL, ["eval.save_path=null", f"tokenizer.name={tmp_path}", "cluster.gpus_per_node=0"])
     with pytest.raises(DataError, match=r"no tokenizer can be loaded from .*; set tokenizer\.name to a folder"):
         run_eval(config)
 
@@ -128,24 +128,29 @@ TOKENIZER = make_tokenizer()
 
 
 class SeededEngine:
-    """In place of an engine: answers of sums, drawn by the seed of each response; it can end after some calls."""
+    """In place of an engine: answers of sums, drawn by the seed of each response, three at a time and the last first.
 
-    def __init__(self, calls_left: int) -> None:
-        self.calls_left = calls_left
+    It can end after some answers.
+    """
+
+    def __init__(self, answers_left: int) -> None:
+        self.answers_left = answers_left
         self.num_asked = 0
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingSettings, num_samples: int = 1
-    ) -> list[list[Completion]]:
-        if self.calls_left == 0:
-            raise KeyboardInterrupt
-        self.calls_left -= 1
-        self.num_asked += len(prompts)
-        seeds = [0] if sampling.seed is None else range(sampling.seed, sampling.seed + len(prompts) * num_samples)
-        return [
-            [self._answer(prompt, seeds[(place * num_samples + sample) % len(seeds)]) for sample in range(num_samples)]
-            for place, prompt in enumerate(prompts)
-        ]
+    def generate_as_finished(
+        self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sequence[SamplingSettings]]
+    ) -> Iterator[list[Finished]]:
+        asked = [(place, number) for place, of_prompt in enumerate(samplings) for number in range(len(of_prompt))]
+        self.num_asked += len(asked)
+        for end in range(len(asked), 0, -3):
+            if self.answers_left <= 0:
+                raise KeyboardInterrupt
+            self.answers_left -= 3
+            answered = asked[max(0, end - 3) : end]
+            yield [
+                (place, number, self._answer(prompts[place], samplings[place][number].seed or 0))
+                for place, number in answered
+            ]
 
     @staticmethod
     def _answer(prompt: Sequence[int], seed: int) -> Completion:
@@ -156,20 +161,26 @@ class SeededEngine:
 
 @pytest.fixture
 def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., SeededEngine]:
-    """Run an evaluation of six sums in tmp_path/NAME, whose engine ends after `calls`."""
+    """Run an evaluation of six sums in tmp_path/NAME, whose engine ends after `answers`."""
     save_model_folder(tmp_path / "model", 0, qwen3_config(tied=True, num_layers=1, hidden_size=32))
     rows = [{"q": f"{row}+0=", "a": str(row % 3)} for row in range(6)]
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "reward.py").write_text("def score(response, answer):\n    return float(answer in response)\n")
 
-    def run(name: str, *overrides: str, calls: int = 99, data: Any = None) -> SeededEngine:
+    def run(name: str, *overrides: str, answers: int = 99, data: Any = None) -> SeededEngine:
         source = f"dataset_name: ResponseDataset, path: {tmp_path}/d.jsonl, input_key: q, output_key: a"
         own = [f"generation.model_name={tmp_path}/model", f"eval.save_path={tmp_path}/{name}", "env.math.num_workers=0"]
-        own += ["eval.num_tests_per_prompt=4", "eval.k_value=3", "eval.metric=cons@k", "eval.greedy=true"]
-        own += ["generation.temperature=1.0", "generation.num_prompts_per_step=2"]
+        own += [
+            "cluster.gpus_per_node=0",
+            "eval.num_tests_per_prompt=4",
+            "eval.k_value=3",
+            "eval.metric=cons@k",
+            "eval.greedy=true",
+        ]
+        own += ["generation.temperature=1.0"]
         own += ["generation.vllm_cfg.max_model_len=1024", "data.max_input_seq_length=512"]
         own += ["~data.validation", f"+data.validation={{{source}}}"]
-        engine = SeededEngine(calls)
+        engine = SeededEngine(answers)
 
         @contextmanager
         def opened(*_: Any) -> Any:
@@ -185,17 +196,17 @@ def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 def test_an_interrupted_evaluation_goes_on_and_ends_as_one_that_was_not(
     evaluated: Callable[..., SeededEngine], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert evaluated("whole").num_asked == 2 * 6  # sampled and greedy
+    assert evaluated("whole", "generation.num_prompts_per_step=4").num_asked == 5 * 6  # four sampled and one greedy
     out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt) as stopped:
-        evaluated("out", calls=5)
+        evaluated("out", answers=9)  # all prompts are one batch
     assert stopped.value.__notes__ == [
-        f"4 of 6 prompts are answered in {out}/responses.jsonl; the same command goes on from there"
+        f"9 of 30 answers are in {out}/responses.jsonl; the same command goes on from there"
     ]
-    assert len((out / "responses.jsonl").read_text().splitlines()) == 4 * 5
+    assert len((out / "responses.jsonl").read_text().splitlines()) == 9
     assert not (out / "results.json").exists()
     with (out / "responses.jsonl").open("r+") as file:
-        file.truncate(len(file.read()) - 20)  # the fourth prompt's last answer is cut, as if killed while writing
+        file.truncate(len(file.read()) - 20)  # the last answer is cut, as if killed while writing
     for change, key in (
         ("generation.temperature=0.5", "generation.temperature=1.0, which is 0.5 here"),
         ("eval.max_samples=5", "eval.max_samples=null, which is 5 here"),
@@ -207,8 +218,10 @@ def test_an_interrupted_evaluation_goes_on_and_ends_as_one_that_was_not(
         with pytest.raises(ConfigError, match=rf"has the answers of an interrupted evaluation with .*{key}"):
             evaluated("out", change)
         assert (out / "responses.jsonl").read_bytes() == before
+    with pytest.raises(KeyboardInterrupt):
+        evaluated("out", answers=12)
     again = evaluated("out", "generation.num_prompts_per_step=3", "eval.k_value=2")  # neither changes an answer
-    assert again.num_asked == 2 * 3
+    assert again.num_asked == 30 - 8 - 12
     assert (out / "responses.jsonl").read_text() == (tmp_path / "whole/responses.jsonl").read_text()
     mine, whole = (json.loads((folder / "results.json").read_text()) for folder in (out, tmp_path / "whole"))
     assert mine["results"]["d"].items() <= whole["results"]["d"].items()
@@ -216,9 +229,9 @@ def test_an_interrupted_evaluation_goes_on_and_ends_as_one_that_was_not(
     last = capsys.readouterr().out.splitlines()[-4:]
     assert [line.split()[0] for line in last] == ["scores", "results", "responses", "page"]
     assert f"cons_at_2 {mine['results']['d']['cons_at_2']:.4f}, " in last[0] and last[3].endswith("index.html")
-    assert evaluated("out").num_asked == 2 * 6  # a finished evaluation is done anew
+    assert evaluated("out").num_asked == 30  # a finished evaluation is done anew
     said = [{"from": "human", "value": "1+1="}, {"from": "gpt", "value": "2"}]
-    assert evaluated("out", data=[{"conversations": said}]).num_asked == 2
+    assert evaluated("out", data=[{"conversations": said}]).num_asked == 5
     answer = json.loads((out / "responses.jsonl").read_text().splitlines()[0])
     assert (answer["prompt"], answer["reference_answer"]) == ("1+1=", "2")
 
@@ -228,12 +241,12 @@ def test_another_model_or_reward_under_the_same_name_is_refused(
 ) -> None:
     mine = ("data.default.env_name=mine", f"+env.mine={{num_workers: 0, target: {tmp_path}/reward.py:score}}")
     with pytest.raises(KeyboardInterrupt):
-        evaluated("out", *mine, "eval.metric=pass@k", calls=2)
+        evaluated("out", *mine, "eval.metric=pass@k", answers=2)
     (tmp_path / "reward.py").write_text("def score(response, answer):\n    return 1.0\n")
     with pytest.raises(ConfigError, match=r"with env\.mine\.target=.*:score, which is something else under this name"):
         evaluated("out", *mine, "eval.metric=pass@k")
     with pytest.raises(KeyboardInterrupt):
-        evaluated("other", calls=2)
+        evaluated("other", answers=2)
     save_model_folder(tmp_path / "model", 1, qwen3_config(tied=True, num_layers=1, hidden_size=32))
     with pytest.raises(ConfigError, match=r"generation\.model_name=.*model, which is something else .* to start anew$"):
         evaluated("other")
@@ -241,7 +254,7 @@ def test_another_model_or_reward_under_the_same_name_is_refused(
         evaluated("votes", *mine)
     assert evaluated("votes", *mine, "eval.metric=pass@k").num_asked == 0  # its answers were there
     (tmp_path / "other/unfinished.json").unlink()
-    assert evaluated("other").num_asked == 2 * 6
+    assert evaluated("other").num_asked == 30
 
 
 def test_equal_answers_vote_for_the_spelling_that_came_first() -> None:

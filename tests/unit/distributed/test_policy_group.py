@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -70,6 +71,10 @@ def test_two_policy_workers_refit_two_engines_with_what_they_have_learnt(
         together = engine.generate(prompts * 2, sampled, num_samples=2)
         assert [len(samples) for samples in together] == [2] * 6
         assert together == engine.generate(prompts * 2, sampled, num_samples=2)
+        one_by_one = [[replace(sampled, seed=1 + 2 * place + number) for number in range(2)] for place in range(6)]
+        found = [finished for chunk in engine.generate_as_finished(prompts * 2, one_by_one) for finished in chunk]
+        assert len(found) == 12
+        assert all(together[place][number] == completion for place, number, completion in found)
         engine.finish_generation(discard_weights=True)
     assert answers[0] != answers[1]
     engine.shutdown()

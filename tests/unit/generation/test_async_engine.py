@@ -69,6 +69,9 @@ def test_overlapping_requests_of_an_engine_over_two_devices_use_the_refitted_wei
         refit(policy, engine)
         answers = asyncio.run(ask_all())
         assert answers == token_ids(engine.generate(PROMPTS, GREEDY))
+        chunks = engine.generate_as_finished(PROMPTS, [[GREEDY]] * 3)
+        found = {(place, number): one.token_ids for chunk in chunks for place, number, one in chunk}
+        assert found == {(place, 0): answer for place, answer in enumerate(answers)}
         model = make_family("qwen3", seed)
         for prompt, answer in zip(PROMPTS, answers, strict=True):
             logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
@@ -109,6 +112,8 @@ def test_overlapping_requests_of_an_engine_over_two_devices_use_the_refitted_wei
     assert engine.group.has_raised(died.value)  # what a restart of the engine asks for
     with pytest.raises(WorkerDiedError, match=CORE_DIED):
         asyncio.run(ask_all())
+    with pytest.raises(WorkerDiedError, match=CORE_DIED):
+        list(engine.generate_as_finished(PROMPTS, [[GREEDY]] * 3))
 
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(WorkerDiedError, match=r"^vllm worker 0 died during generate: .*unexpected"):

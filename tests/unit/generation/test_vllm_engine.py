@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from nemo_offload_rl.backends.scoring.logprobs import drawn_scores
 from nemo_offload_rl.errors import ConfigError, DataError
 from nemo_offload_rl.keys.generation import SamplingSettings
 from nemo_offload_rl.keys.worker import TokenFilter
+from nemo_offload_rl.protocols.engine import Finished
 from nemo_offload_rl.protocols.vocab import VocabShard
 
 GREEDY = SamplingSettings(max_new_tokens=12, temperature=0.0)
@@ -102,6 +104,15 @@ def test_a_seed_repeats_a_call_and_gives_every_sample_its_own_draws(engine: Engi
     assert engine.generate([PROMPTS[0]] * 2, sampling, num_samples=4) == first
     assert [len(samples) for samples in first] == [4, 4]
     assert len({tuple(sample.token_ids) for samples in first for sample in samples}) == 8
+    # Responses that are asked for one by one are the same, and those that finish first come first.
+    samplings = [[replace(sampling, seed=5 + 4 * place + number) for number in range(4)] for place in range(2)]
+    samplings[0][1] = replace(samplings[0][1], max_new_tokens=2)
+    engine.call("begin_generation", [PROMPTS[0]] * 2, samplings)
+    steps: list[list[Finished]] = [engine.call("take_finished", 0.0) for _ in range(9)]
+    (place, number, short), *others = [finished for step in steps for finished in step]
+    assert (place, number, short.token_ids) == (0, 1, first[0][1].token_ids[:2])
+    assert len(others) == 7 and all(completion == first[place][number] for place, number, completion in others)
+    assert engine.call("take_finished", 9.0) == []
 
 
 def test_stop_token_ids_and_stop_strings_end_a_response_and_belong_to_it(engine: EngineProcess) -> None:
