@@ -47,7 +47,9 @@ def main() -> None:
     console, run_dir, seed = Console(soft_wrap=True), arguments.run_dir, arguments.seed
     student, teacher = run_dir / "warmed_up", run_dir / "teacher"
     if not student.is_dir():
-        console.print("1/4  making the student: three of four demonstrations forget to carry (about a minute)")
+        console.print(
+            "1/4  making the student: three of four demonstrations forget to carry (about a minute on two idle cores)"
+        )
         write_model_folder(run_dir / "random", seed)
         warm_up(run_dir, seed, console)
     if not teacher.is_dir():
