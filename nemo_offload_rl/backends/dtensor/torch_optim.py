@@ -35,12 +35,13 @@ NO_OPTIMIZER = "policy.optimizer is null, but the DTensor backend needs it; set 
 
 type NamedParameters = Iterable[tuple[str, nn.Parameter]]
 _TRIED_STEPS = 4
+_specs: dict[str, OptimizerSpec] = {}  # results of `optimizer_spec` in this process
 # Keys of an optimizer's groups that torch's schedulers change; other schedulers may change more.
 _SCHEDULED = ("lr", "betas", "momentum")
 
 
 def optimizer_spec(settings: OptimizerConfig, *, on_gpu: bool) -> OptimizerSpec:
-    """Find the states that the optimizer of `policy.optimizer` keeps for float32 parameters, by trying it.
+    """Find the states that the optimizer of `policy.optimizer` keeps for float32 parameters, by trying it once.
 
     Args:
         settings: The optimizer.
@@ -49,6 +50,13 @@ def optimizer_spec(settings: OptimizerConfig, *, on_gpu: bool) -> OptimizerSpec:
     Raises:
         ConfigError: The optimizer cannot be made, cannot step, or needs more than a shard to update it.
     """
+    key = f"{settings!r} {on_gpu}"  # plans ask hundreds of times
+    if key not in _specs:
+        _specs[key] = _tried_spec(settings, on_gpu=on_gpu)
+    return _specs[key]
+
+
+def _tried_spec(settings: OptimizerConfig, *, on_gpu: bool) -> OptimizerSpec:
     matrix, vector = torch.linspace(-1.0, 1.0, 24).view(6, 4), torch.linspace(0.5, 1.5, 6)
     kwargs = {name: value for name, value in settings.kwargs.items() if not (on_gpu and name in _IMPLEMENTATIONS)}
     build_optimizer(settings, [nn.Parameter(matrix.clone()), nn.Parameter(vector.clone())])
