@@ -18,7 +18,7 @@ import yaml
 
 from nemo_offload_rl.backends.dtensor import torch_optim
 from nemo_offload_rl.backends.dtensor.activation_offload import host_bytes_at_most
-from nemo_offload_rl.backends.hf.model_folder import WEIGHT_PATTERNS, local_folder, local_model_config
+from nemo_offload_rl.backends.hf.model_folder import WEIGHT_PATTERNS, local_config, local_folder, local_model_config
 from nemo_offload_rl.backends.megatron import optimizer_spec
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.master import (
@@ -57,6 +57,7 @@ from nemo_offload_rl.residency import (
     PHASES,
     REFERENCE,
     TEACHER,
+    TEACHER_LAYER,
     PassKind,
     PassNeed,
     Phase,
@@ -70,11 +71,12 @@ _FP32_BYTES = 4
 TOLERANCE = 0.04  # of a GPU, by which estimates of passes may be off (tests/unit/memory/test_passes.py)
 
 # Groups that come and go inside phases: the group that each is a part of, and the phases that use it.
-_WHOLE = {PARAMS_PART: PARAMS, GRADS_PART: GRADS, OPTIMIZER_PART: OPTIMIZER}
+_WHOLE = {PARAMS_PART: PARAMS, GRADS_PART: GRADS, OPTIMIZER_PART: OPTIMIZER, TEACHER_LAYER: TEACHER}
 _USED_IN = {
     PARAMS_PART: (Phase.TRAINING, Phase.OPTIM_STEP, Phase.LP_INFERENCE, Phase.REFIT),
     GRADS_PART: (Phase.TRAINING, Phase.OPTIM_STEP),
     OPTIMIZER_PART: (Phase.OPTIM_STEP,),
+    TEACHER_LAYER: (Phase.TEACHER_INFERENCE,),
 }
 _NAMES = {**_WHOLE, BASE: "frozen params"}
 
@@ -86,7 +88,7 @@ class PhaseUse:
     Attributes:
         phase: The phase.
         state: The policy's state by name, and the buffers of a refit; for groups that stream in parts, the embedding's
-            part.
+            part, and of a teacher's streamed layers two.
         engine_bytes: Memory of the engine.
         other_bytes: Contexts, communicators and captured graphs.
         pass_bytes: Most that a pass of the phase needs in addition to state; None if that is unknown.
@@ -226,8 +228,7 @@ class Account:
         if backend.streams_parameters:
             sizes = {PARAMS: 0, PARAMS_PART: groups[PARAMS], GRADS_PART: groups[GRADS]}
         sizes |= {name: groups[name] for name in (OPTIMIZER, OPTIMIZER_PART) if groups[name]}
-        if teacher_bytes := self.teacher_bytes:
-            sizes[TEACHER] = teacher_bytes
+        sizes |= self._teacher_groups
         on_megatron, activation_bytes = isinstance(backend, MegatronConfig), 0
         shape = self.shape
         if not on_megatron and shape.num_layers is not None and shape.hidden_size is not None:
@@ -267,6 +268,21 @@ class Account:
             parallel = backend.model_parallel
             num_ranks = parallel.tensor * parallel.pipeline * backend.expert_model_parallel_size
         return COMPUTE_DTYPES[cfg.teacher.precision].itemsize * sizes.num_parameters // num_ranks
+
+    @cached_property
+    def _teacher_groups(self) -> Mapping[str, int]:
+        """Bytes of one worker's groups of the teacher; streamed layers are a group of their own if sizes are known."""
+        cfg, num_bytes, sizes = self.cfg, self.teacher_bytes, self.teacher_sizes
+        if not isinstance(cfg, DistillationMasterConfig) or sizes is None or not num_bytes:
+            return {}
+        config = local_config(cfg.teacher.model_name, cfg.teacher.hf_config_overrides) or {}
+        shape = ModelShape.of(config)
+        elements = (shape.vocab_size or 0) * (shape.hidden_size or 0)
+        if not cfg.teacher.stream_layers or not elements:
+            return {TEACHER: num_bytes}
+        num_matrices = 1 if config.get("tie_word_embeddings") else 2
+        rest_bytes = num_bytes * min(num_matrices * elements, sizes.num_parameters) // sizes.num_parameters
+        return {TEACHER: rest_bytes, TEACHER_LAYER: num_bytes - rest_bytes}
 
     # -- the GPU ---------------------------------------------------------------------------------------------------
 
@@ -342,10 +358,11 @@ class Account:
     @cached_property
     def pass_needs(self) -> Mapping[PassKind, PassNeed]:
         """Need of a GPU of each kind of pass that is known."""
-        return pass_needs(self.settings, self.cfg.cluster.world_size, self.groups[GRADS], self._teacher_settings)
+        return pass_needs(self.settings, self.cfg.cluster.world_size, self.groups[GRADS], self.teacher_settings)
 
     @property
-    def _teacher_settings(self) -> PolicySettings | None:
+    def teacher_settings(self) -> PolicySettings | None:
+        """Settings of the teacher in the form of a policy's; None without a teacher."""
         cfg = self.cfg
         return teacher_model(self.settings, cfg.teacher) if isinstance(cfg, DistillationMasterConfig) else None
 
@@ -354,7 +371,7 @@ class Account:
         if phase not in PASSES:
             return 0
         need = self.pass_needs.get(PASSES[phase])
-        num_tokens = most_tokens(PASSES[phase], self.settings, self._teacher_settings)
+        num_tokens = most_tokens(PASSES[phase], self.settings, self.teacher_settings)
         return None if need is None else need.num_bytes(num_tokens)
 
     @property
@@ -372,7 +389,12 @@ class Account:
     @property
     def rows_in_parts(self) -> frozenset[str]:
         """Rows of the plan whose groups are on the GPU part by part."""
-        rows = {PARAMS_PART, GRADS_PART, *([OPTIMIZER_PART] if self.cfg.policy.backend.streams_in_parts else [])}
+        rows = {
+            PARAMS_PART,
+            GRADS_PART,
+            TEACHER_LAYER,
+            *([OPTIMIZER_PART] if self.cfg.policy.backend.streams_in_parts else []),
+        }
         return frozenset(rows & self.plan.sizes.keys())
 
     def _state_in(self, phase: Phase) -> dict[str, int]:
@@ -404,14 +426,18 @@ class Account:
         """Bytes of one worker's groups that belong to the embedding, which streaming does not divide.
 
         Zeros if not everything streams, because the embedding may then be in the rest, and if the model's sizes are
-        unknown.
+        unknown. For a teacher, bytes of two layers: of the present one and the next.
         """
+        teacher = self.teacher_sizes
+        layers = {
+            TEACHER: 0 if teacher is None else 2 * self._teacher_groups.get(TEACHER_LAYER, 0) // teacher.num_layers
+        }
         groups, count = self.groups, self.num_parameters
         elements = (self.shape.vocab_size or 0) * (self.shape.hidden_size or 0)
         if not count or self.cfg.policy.backend.streamed_share < 1:
-            return dict.fromkeys((PARAMS, GRADS, OPTIMIZER), 0)
+            return dict.fromkeys((PARAMS, GRADS, OPTIMIZER), 0) | layers
         whole = {**groups, OPTIMIZER: groups[OPTIMIZER] + groups[OPTIMIZER_PART]}
-        return {name: whole[name] * min(elements, count) // count for name in (PARAMS, GRADS, OPTIMIZER)}
+        return {name: whole[name] * min(elements, count) // count for name in (PARAMS, GRADS, OPTIMIZER)} | layers
 
     def _early_bytes(self, phase: Phase) -> int:
         """Bytes of state that may come before its phase: snapshots, groups of the next phase, the optimizer's parts."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from nemo_offload_rl.keys.master import DistillationMasterConfig
 from nemo_offload_rl.memory.account import Account
 from nemo_offload_rl.memory.stages import Stage
 from nemo_offload_rl.residency import (
@@ -69,17 +70,30 @@ def copies_of_step(account: Account) -> Mapping[Stage, Copies]:
             if number >= len(stages):
                 copies[stage] += moved
     for stage in stages:
-        copies[stage] += _copies_inside(stage, sizes)
+        copies[stage] += _copies_inside(stage, sizes, _teacher_passes(account))
     return copies
 
 
-def _copies_inside(stage: Stage, sizes: Mapping[str, int]) -> Copies:
+def _teacher_passes(account: Account) -> int:
+    """Count the micro-batches of one worker's teacher in a step, if every sequence is as long as the keys allow."""
+    cfg, settings = account.cfg, account.teacher_settings
+    if not isinstance(cfg, DistillationMasterConfig) or settings is None:
+        return 0
+    workers = max(1, cfg.cluster.world_size // cfg.policy.backend.model_parallel.ranks_per_copy)
+    rows = cfg.distillation.num_prompts_per_step * cfg.distillation.num_generations_per_prompt // workers
+    rows_at_once = max(1, settings.most_logprob_tokens // cfg.policy.max_total_sequence_length)
+    return -(-rows // rows_at_once)
+
+
+def _copies_inside(stage: Stage, sizes: Mapping[str, int], teacher_passes: int) -> Copies:
     """Bytes of groups that come and go inside a stage. A pass brings each part once, a backward pass again."""
     params, grads, optimizer = (sizes.get(row, 0) for row in (PARAMS_PART, GRADS_PART, OPTIMIZER_PART))
     if stage in (Stage.REFIT, Stage.LOGPROBS):
         moved = params, 0
     elif stage is Stage.REFERENCE:
         moved = sizes.get(REFERENCE, 0), 0
+    elif stage is Stage.TEACHER:
+        moved = teacher_passes * sizes.get(TEACHER_LAYER, 0), 0
     elif stage is Stage.TRAINING:
         moved = 2 * params, grads
     elif stage is Stage.UPDATE:

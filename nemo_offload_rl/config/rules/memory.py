@@ -97,6 +97,8 @@ def _fix_of_phase(account: Account, use: PhaseUse) -> str:
         largest = (use.gpu_bytes - use.state_bytes - use.other_bytes) / use.gpu_bytes
         return f"lower {_VLLM}.gpu_memory_utilization to {int(largest * 100) / 100}" if largest > 0.02 else keep_less
     fix = "raise that limit, or use more GPUs" if use.exceeds_limit else "use more GPUs"
+    if use.phase is Phase.TEACHER_INFERENCE and not isinstance(cfg.policy.backend, MegatronConfig):
+        fix += ", or set teacher.stream_layers=true"
     if use.phase is Phase.REFIT:
         fix += f", with {_VLLM}.tensor_parallel_size for the engine's weights"
     return fix
