@@ -279,6 +279,7 @@ def plan_of(account: Account, target: Target, rules: RuleSet[Any]) -> Plan:
     from nemo_offload_rl.memory.host_plan import render_host_plan
     from nemo_offload_rl.memory.seconds import step_seconds, work_of
     from nemo_offload_rl.memory.transfers import copies_of_step
+    from nemo_offload_rl.residency import TEACHER_LAYER
 
     cfg, rates, work = account.cfg, target.gpu.rates, work_of(account, target.length)
     sizes, workers = account.plan.sizes, cfg.cluster.workers_per_node
@@ -290,7 +291,7 @@ def plan_of(account: Account, target: Target, rules: RuleSet[Any]) -> Plan:
         copies=copies_of_step(account),
         work=work,
         seconds=None if rates is None else step_seconds(account, rates, work),
-        streamed=tuple(sorted(row for row in account.rows_in_parts if sizes[row])),
+        streamed=tuple(sorted(row for row in account.rows_in_parts - {TEACHER_LAYER} if sizes[row])),
         omits_teacher=hasattr(cfg, "teacher") and account.teacher_bytes is None,
         host_line=render_host_plan(account.need, "cuda", workers),
         problems=tuple(broken(rules.memory, account)),
@@ -317,7 +318,7 @@ def search_of(plan: Plan, rules: RuleSet[Any]) -> Search:
         short = sum(max(0, margin_bytes - use.left_bytes) for use in account.phases)
         owners = _owners(account, account.cfg.cluster.workers_per_node)
         short += max(0, sum(owners.values()) - (plan.target.host_bytes or _NO_LIMIT_BYTES))
-        return max(short, bool(broken(rules.memory, account)))  # a rule may count less than what is there
+        return short + len(broken(rules.memory, account))  # a rule may be broken where no bytes are short
 
     def step_s(account: Account) -> float:
         seconds = None if rates is None else step_seconds(account, rates, work_of(account, plan.target.length))

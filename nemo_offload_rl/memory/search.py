@@ -10,11 +10,12 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import yaml
 
-from nemo_offload_rl.keys.master import GrpoMasterConfig, RolloutMasterConfig, RunConfig
+from nemo_offload_rl.keys.master import DistillationMasterConfig, GrpoMasterConfig, RolloutMasterConfig, RunConfig
 from nemo_offload_rl.keys.megatron import MegatronConfig
 from nemo_offload_rl.memory.account import Account
 
@@ -109,51 +110,69 @@ class Search:
     """
 
     def __init__(self, account: Account, judges: Judges, *, counts_passes: bool) -> None:
-        self._account, self._judges = account, judges
+        self._account, self.judges = account, judges
         self._tried: dict[frozenset[str], Trial] = {}
         self._allowed: dict[frozenset[str], bool] = {}
         self._dimensions = [one for one in dimensions(account.cfg) if counts_passes or not one.is_of_passes]
         self.given = self._try(frozenset())
 
     def cheapest(self, count: int = 3) -> list[Trial]:
-        """Find changes that make the run fit: first those that keep its numbers and its machine.
+        """Find changes that make the run fit: single ones, then pairs, then larger sets.
+
+        Changes that keep the run's numbers and its machine come before others, and those of a kind are in the order of
+        their seconds.
 
         Returns:
             At most `count` trials that fit, none of which has all changes of another one; empty if none was found.
         """
         found: list[Trial] = []
         for dimensions in self._tiers():
-            trials = (self._with(self.given, one, option) for one in dimensions for option in one.options)
-            self._add(found, sorted((trial for trial in trials if self._works(trial)), key=lambda one: one.cost))
-            banned = [frozenset[str]()]  # other ways are found without the values of those that were found
-            for _ in range(_MOST_STARTS):
-                if len(found) >= count or not banned:
+            mine: list[Trial] = []
+            for trial in itertools.chain(self._pairs(dimensions), self._sets(dimensions)):
+                if len(found) + len(mine) >= count:
                     break
-                without = banned.pop(0)
-                if (trial := self._completed(dimensions, without)) is not None:
-                    self._add(found, [trial])
-                    banned += [without | {_without_numbers(option)} for option in sorted(trial.options)]
+                if any(other.way <= trial.way for other in (*found, *mine)):
+                    continue
+                tuned = self._descend(trial, [one for one in dimensions if trial.options.intersection(one.options)])
+                if not any(other.way <= tuned.way for other in found):
+                    mine = [tuned, *(other for other in mine if not tuned.way <= other.way)]
+            found += sorted(mine, key=lambda one: one.cost)
         return found[:count]
 
     def _tiers(self) -> Iterator[list[Dimension]]:
-        """Yield the dimensions that keep numbers and machine, then those that keep the machine, then all."""
-        on_machine = [one for one in self._dimensions if not one.changes_machine]
-        yield [one for one in on_machine if not one.changes_numbers]
-        yield on_machine
-        yield self._dimensions
+        """Yield the dimensions that keep numbers and machine, those that keep one of the two, and all."""
+        for numbers, machine in ((False, False), (True, False), (False, True), (True, True)):
+            yield [one for one in self._dimensions if one.changes_numbers <= numbers and one.changes_machine <= machine]
 
-    @staticmethod
-    def _add(found: list[Trial], trials: Sequence[Trial]) -> None:
-        for trial in trials:
-            if not any(other.way <= trial.way for other in found):
-                found[:] = [*(other for other in found if not trial.way <= other.way), trial]
+    def _pairs(self, among: Sequence[Dimension]) -> Iterator[Trial]:
+        """Yield the changes that are enough alone, then the pairs of changes that each free memory, fast ones first."""
+        singles = [(one, self._with(self.given, one, option)) for one in among for option in one.options]
+        yield from sorted((trial for _, trial in singles if self._works(trial)), key=lambda trial: trial.cost)
+        freeing = [(one, trial) for one, trial in singles if trial.short_bytes < self.given.short_bytes]
+        pairs = (
+            self._try(trial.options | other.options)
+            for (one, trial), (another, other) in itertools.combinations(freeing, 2)
+            if one is not another
+        )
+        yield from sorted((trial for trial in pairs if self._works(trial)), key=lambda trial: trial.cost)
+
+    def _sets(self, among: Sequence[Dimension]) -> Iterator[Trial]:
+        """Yield sets of changes; later ones are found without changes of earlier ones."""
+        banned = [frozenset[str]()]
+        for _ in range(_MOST_STARTS):
+            if not banned:
+                break
+            without = banned.pop(0)
+            if (trial := self._completed(among, without)) is not None:
+                yield trial
+                banned += [without | {_without_numbers(option)} for option in sorted(trial.options)]
 
     def _works(self, trial: Trial) -> bool:
         return trial.fits and self._is_allowed(trial)
 
     def fastest(self) -> Trial | None:
         """Find the fastest values that fit, without changing what the run computes if that is possible."""
-        for dimensions in itertools.islice(self._tiers(), 2):
+        for dimensions in itertools.islice(self._tiers(), 2):  # the machine stays
             starts = [self.given, self._smallest(dimensions)]
             allowed = {option for one in dimensions for option in one.options}
             starts += [trial for trial in self.cheapest() if trial.options <= allowed]
@@ -164,6 +183,8 @@ class Search:
 
     def _completed(self, among: Sequence[Dimension], without: frozenset[str]) -> Trial | None:
         """Choose the values that help most until the run fits, then leave out those that it fits without.
+
+        Where no single value helps any more, the smallest values of all are chosen first.
 
         Args:
             among: Where values are chosen.
@@ -178,7 +199,10 @@ class Search:
             before = trial
             trial = self._best(trial, dimensions)
             if trial is before:
-                return None
+                trial = self._smallest(dimensions)
+                break
+        if not self._works(trial):
+            return None
         for option in sorted(trial.options):
             smaller = self._try(trial.options - {option})
             if self._works(smaller):
@@ -214,7 +238,7 @@ class Search:
 
     def _is_allowed(self, trial: Trial) -> bool:
         if trial.options not in self._allowed:
-            self._allowed[trial.options] = self._judges.is_allowed(trial.account)
+            self._allowed[trial.options] = self.judges.is_allowed(trial.account)
         return self._allowed[trial.options]
 
     def _try(self, options: frozenset[str]) -> Trial:
@@ -226,7 +250,7 @@ class Search:
                     by_key[override.partition("=")[0]] = override
             overrides = tuple(override for override in by_key.values() if not _has(self._account.cfg, override))
             account = self._account.with_keys(" ".join(map(_as_value, overrides))) if overrides else self._account
-            short_bytes, step_s = self._judges.short_bytes(account), self._judges.step_s(account)
+            short_bytes, step_s = self.judges.short_bytes(account), self.judges.step_s(account)
             numbers, machine = any(one.changes_numbers for one in chosen), any(one.changes_machine for one in chosen)
             self._tried[options] = Trial(options, overrides, account, short_bytes, step_s, numbers, machine)
         return self._tried[options]
@@ -249,6 +273,8 @@ def dimensions(cfg: RunConfig) -> Iterator[Dimension]:
     found += [*_parallel_sizes(cfg), *(_of_megatron() if on_megatron else _of_dtensor(cfg))]
     if isinstance(cfg, RolloutMasterConfig):
         found += _of_engine(cfg)
+    if isinstance(cfg, DistillationMasterConfig) and not on_megatron:
+        found.append(Dimension(("teacher.stream_layers=true", "teacher.stream_layers=false")))
     if isinstance(cfg, GrpoMasterConfig):
         found.append(Dimension(("loss_fn.reference_policy_kl_penalty=0.0",), changes_numbers=True))
     found.append(Dimension(tuple(_more_gpus(cfg)), changes_machine=True))
@@ -280,7 +306,12 @@ def _has(cfg: RunConfig, overrides: str) -> bool:
 def _is_value_of(node: Any, path: str, text: str) -> bool:
     for name in path.split("."):
         node = node.get(name) if isinstance(node, Mapping) else getattr(node, name, None)
-    return (list(node) if isinstance(node, tuple) else node) == yaml.safe_load(text)
+    return (list(node) if isinstance(node, tuple) else node) == _parsed(text)
+
+
+@cache
+def _parsed(text: str) -> Any:
+    return yaml.safe_load(text)
 
 
 def _as_value(override: str) -> str:
@@ -339,19 +370,25 @@ def _parallel_sizes(cfg: RunConfig) -> Iterator[Dimension]:
         yield sized(f"{_DTENSOR}.expert_parallel_size", pads=False)
 
 
+def _offloaded_states(section: str) -> tuple[str, ...]:
+    """Overrides that stream none of the optimizer's states, all, and shares of them; the rest stays on the GPU."""
+    states, share = f"{section}.offload_optimizer_states", f"{section}.offload_optimizer_states_fraction"
+    size = f"{section}.offload_optimizer_states_chunk_mib"
+    return (
+        f"{states}=false {size}=null",
+        *(f"{states}=true {size}=1024.0 {share}={part}" for part in ("1.0", "0.75", "0.5", "0.25")),
+    )
+
+
 def _of_dtensor(cfg: RunConfig) -> Iterator[Dimension]:
     recomputed = f"{_DTENSOR}.activation_checkpointing"
-    states, size, whole = (
-        f"{_DTENSOR}.{name}"
-        for name in ("offload_optimizer_states", "offload_optimizer_states_chunk_mib", "cpu_offload")
-    )
+    whole = f"{_DTENSOR}.cpu_offload"
     kept_nowhere = " ~policy.residency_overrides" if isinstance(cfg, RolloutMasterConfig) else ""
     yield Dimension(
         (
-            f"{states}=false {size}=null {whole}=false",
-            f"{states}=true {size}=1024.0 {whole}=false",
+            *(f"{one} {whole}=false" for one in _offloaded_states(_DTENSOR)),
             # All state passes through the GPU; layers are recomputed.
-            f"{states}=false {size}=null {whole}=true {recomputed}=true{kept_nowhere}",
+            f"{_offloaded_states(_DTENSOR)[0]} {whole}=true {recomputed}=true{kept_nowhere}",
         )
     )
     if cfg.policy.optimizer is not None and cfg.policy.optimizer.name == "torch.optim.AdamW":
@@ -360,8 +397,7 @@ def _of_dtensor(cfg: RunConfig) -> Iterator[Dimension]:
 
 def _of_megatron() -> Iterator[Dimension]:
     cfg, optimizer = _MEGATRON, f"{_MEGATRON}.optimizer"
-    states, size = f"{optimizer}.offload_optimizer_states", f"{optimizer}.offload_optimizer_states_chunk_mib"
-    yield Dimension((f"{states}=false {size}=null", f"{states}=true {size}=1024.0"))
+    yield Dimension(_offloaded_states(optimizer))
     yield Dimension((f"{cfg}.distributed_data_parallel_config.grad_reduce_in_fp32=false",), changes_numbers=True)
     yield Dimension(
         (f"{optimizer}.exp_avg_dtype=bfloat16 {optimizer}.exp_avg_sq_dtype=bfloat16",), changes_numbers=True
