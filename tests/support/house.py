@@ -30,7 +30,7 @@ LIMITS = {
     "imports upward": 0,
     "circles of modules": 0,
     "modules": 309,
-    "lines": 55620,
+    "lines": 55709,
     "modules under 60 lines with one importer": 0,
 }
 
