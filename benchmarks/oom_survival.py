@@ -2,16 +2,19 @@
 
     python benchmarks/oom_survival.py --out results/oom_survival.json
     python benchmarks/oom_survival.py --ranks 2 --out results/oom_survival_two_gpus.json
+    python benchmarks/oom_survival.py --ranks 2 --no-preflight --steps 20 --out results/oom_survival_two_gpus_real.json
     python benchmarks/oom_survival.py --device cpu --shape tiny --length 8 --steps 8
 
 For each backend, in a process of its own: steps of logprobs and training with and without the code that survives
 running out of memory, in turn, to compare their seconds; then `--steps` steps, of which every fifth has one row of four
 times the length in each micro-batch. The memory that torch may take is limited to what the usual steps took and a
 tenth. A micro-batch with a long row would need about three times the activations of a usual one; the long row alone
-fits. Of several data-parallel ranks only the first has long rows; they cannot repeat a pass, but agree before it.
+fits. Of several data-parallel ranks only the first has long rows; all run the pass again.
 
-Needs a GPU a rank, for Megatron with Transformer Engine. On a CPU an error in the loss takes the place of the limit,
-with one rank.
+`--no-preflight` leaves out the estimates before a pass, so that every pass that is too large fails for real, each time:
+what was too large is forgotten after each step.
+
+Needs a GPU a rank, for Megatron with Transformer Engine. On a CPU an error in the loss takes the place of the limit.
 """
 
 from __future__ import annotations
@@ -53,14 +56,14 @@ class LimitedNLL(NLL):
         return super().__call__(logprobs_BS, batch, norm)
 
 
-def survive(num_ranks: int, run: Run, variant: Variant) -> dict[str, Any]:
+def survive(num_ranks: int, foresees: bool, run: Run, variant: Variant) -> dict[str, Any]:
     """Measure one backend; `run.rows` are those of a micro-batch, of which each rank has two in a step."""
     run = replace(run, backend=variant.name, rows=2 * run.rows)
     if num_ranks == 1:
         with on_device(run.device):
-            return measured_on(run, variant, worker_of(run, overrides_of(run, variant, 1)))
+            return measured_on(run, worker_of(run, overrides_of(run, variant, 1)), foresees=foresees)
     with tempfile.TemporaryDirectory() as folder:
-        spawn(rank_main, (num_ranks, run, variant, folder), nprocs=num_ranks)
+        spawn(rank_main, (num_ranks, foresees, run, variant, folder), nprocs=num_ranks)
         return json.loads((Path(folder) / "0.json").read_text())
 
 
@@ -74,8 +77,13 @@ def overrides_of(run: Run, variant: Variant, num_ranks: int) -> tuple[str, ...]:
     )
 
 
-def rank_main(rank: int, num_ranks: int, run: Run, variant: Variant, folder: str) -> None:
+def rank_main(rank: int, num_ranks: int, foresees: bool, run: Run, variant: Variant, folder: str) -> None:
     """One of several processes; writes its results into a file."""
+    if run.device == "cpu":
+        sys.path.append(str(Path(__file__).parents[1] / "tests/support"))
+        from abortable_gloo import use_abortable_gloo
+
+        use_abortable_gloo()
     from nemo_offload_rl.backends.ranks import join_process_group
     from nemo_offload_rl.protocols.backend import ProcessInfo
 
@@ -90,18 +98,20 @@ def rank_main(rank: int, num_ranks: int, run: Run, variant: Variant, folder: str
     join_process_group(process)
     with on_device(run.device):
         worker = worker_of(run, overrides_of(run, variant, num_ranks), process=process)
-        found = measured_on(run, variant, worker, rank, num_ranks)
+        found = measured_on(run, worker, rank, num_ranks, foresees=foresees)
     (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
-def measured_on(run: Run, variant: Variant, worker: Any, rank: int = 0, num_ranks: int = 1) -> dict[str, Any]:
+def measured_on(run: Run, worker: Any, rank: int = 0, num_ranks: int = 1, *, foresees: bool) -> dict[str, Any]:
     """Measure a rank's worker."""
     length, is_alone = max(run.lengths) // LONGER, num_ranks == 1
     generator = torch.Generator().manual_seed(rank)
     usual, troubled = (batch_of(run, length, generator, has_long=long and not rank) for long in (False, True))
-    limit = run.rows // 2 * length if run.device == "cpu" and is_alone else sys.maxsize
+    limit = run.rows // 2 * length if run.device == "cpu" else sys.maxsize
+    if not foresees:
+        worker.residency.too_large_size = lambda kind, size: sys.maxsize
     guarded, bare = worker._passes, unguarded(worker)
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(3):
@@ -115,10 +125,11 @@ def measured_on(run: Run, variant: Variant, worker: Any, rank: int = 0, num_rank
     # Several ranks would wait for the one that failed.
     error_without = error_of(lambda: worker.forward_backward(troubled, loss)) if is_alone else "not tried"
     worker._passes = guarded
-    found = steps(run, worker, usual, troubled, loss, is_alone=is_alone)
+    found = steps(run, worker, usual, troubled, loss, foresees=foresees)
     worker.shutdown()
     return {
         "ranks": num_ranks,
+        "foresees": foresees,
         "usual_s": statistics.median(seconds[True]),
         "usual_without_s": statistics.median(seconds[False]),
         "limit_gib": limit_gib,
@@ -127,10 +138,20 @@ def measured_on(run: Run, variant: Variant, worker: Any, rank: int = 0, num_rank
     }
 
 
-def steps(run: Run, worker: Any, usual: Any, troubled: Any, loss: NLL, *, is_alone: bool) -> dict[str, Any]:
-    """Run the steps, and count what was cut and what failed."""
+def steps(run: Run, worker: Any, usual: Any, troubled: Any, loss: NLL, *, foresees: bool) -> dict[str, Any]:
+    """Run the steps, and count what was cut, how often ranks were connected again, and what failed."""
     times: dict[bool, list[float]] = {True: [], False: []}
-    splits, errors = [], []
+    splits, errors, reconnections = [], [], []
+    peers = worker._passes._peers
+    if peers is not None:
+        reconnect = peers.reconnect
+
+        def timed_reconnect() -> None:
+            begin = time.perf_counter()
+            reconnect()
+            reconnections.append(time.perf_counter() - begin)
+
+        peers.reconnect = timed_reconnect
 
     def one_step(batch: Any) -> None:
         splits.append(step(worker, batch, loss).oom_splits)
@@ -143,11 +164,15 @@ def steps(run: Run, worker: Any, usual: Any, troubled: Any, loss: NLL, *, is_alo
         times[has_long].append(time.perf_counter() - begin)
         if error is not None:
             errors.append(f"step {index}: {error}")
-            if not is_alone:
+            if peers is not None:
                 raise RuntimeError(errors[-1])
+        if not foresees:
+            worker._passes._too_large.clear()
     return {
         "steps": run.steps,
         "splits": sum(splits),
+        "reconnections": len(reconnections),
+        "reconnection_s": statistics.median(reconnections) if reconnections else None,
         "errors": errors,
         "first_long_s": times[True][0] if times[True] else None,
         "long_s": statistics.median(times[True][1:]) if times[True][1:] else None,
@@ -183,7 +208,7 @@ def unguarded(worker: Any) -> Any:
             kind: Any,
             batch: Any,
             rows: Sequence[Sequence[int]],
-            after_failure: Callable[[], None] = lambda: None,
+            after_failure: Callable[[], None],
         ) -> Iterator[Any]:
             micro_batches = self._cut(batch, rows, sys.maxsize)
             self._residency.expect_work(kind, self._most_tokens(micro_batches))
@@ -192,7 +217,7 @@ def unguarded(worker: Any) -> Any:
             if attempt.error is not None:
                 raise attempt.error
 
-    return Unguarded(worker._settings, worker.residency, is_alone=True)
+    return Unguarded(worker._settings, worker.residency)
 
 
 def error_of(call: Callable[[], Any]) -> str | None:
@@ -231,23 +256,26 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def show(row: dict[str, Any]) -> None:
-    """Print a backend's results."""
-    if "error" in row:
-        print(f"{row['variant']}: {row['error']}")
-        return
-    share = row["usual_s"] / row["usual_without_s"] - 1
-    limit = "" if row["limit_gib"] is None else f" within {row['limit_gib']:.1f} GiB"
-    print(f"{row['variant']}{limit}: {row['steps']} steps, {row['splits']} splits, {len(row['errors'])} steps failed")
-    print(f"  usual step {row['usual_s']:.3f} s, without the mechanism {row['usual_without_s']:.3f} s ({share:+.1%})")
-    print(f"  without it a long row ends in: {row['error_without'] or 'no error'}")
-    if row["long_s"] is not None:
-        print(
-            f"  first step with long rows {row['first_long_s']:.3f} s, later ones {row['long_s']:.3f} s, "
-            f"steps between them {row['between_s']:.3f} s"
-        )
-    for error in row["errors"][:3]:
-        print(f"  {error}")
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Make a table of the backends' results, below the errors of steps that failed."""
+    lines = [f"{row['variant']}: {error}" for row in rows for error in (row.get("errors") or [])[:3]]
+    titles = "limit_gib", "steps", "errors", "splits", "reconnections", "reconnection_s", "usual_s", "usual_without_s"
+    titles += "first_long_s", "long_s", "between_s"
+    lines.append("| | " + " | ".join(titles) + " |")
+    lines.append("|---" * (len(titles) + 1) + "|")
+    for row in rows:
+        if "error" in row:
+            lines.append(f"| {row['variant']} | {row['error']} |")
+            continue
+        values = {**row, "errors": len(row["errors"])}
+        lines.append(f"| {row['variant']} | " + " | ".join(_in_cell(values[title]) for title in titles) + " |")
+    return "\n".join(lines)
+
+
+def _in_cell(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 def main() -> None:
@@ -261,6 +289,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--overrides", nargs="*", default=(), metavar="KEY=VALUE", help="of both backends")
     parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks, each on a device")
+    parser.add_argument("--no-preflight", action="store_true", help="let passes fail; forget what was too large")
     args = parser.parse_args()
     run = Run(
         shape=args.shape,
@@ -275,10 +304,14 @@ def main() -> None:
     # Compiling takes longer than all steps.
     of_backend = {"dtensor": ("policy.dtensor_cfg.torch_compile=false",), "megatron": ()}
     variants = [Variant(name, of_backend[name]) for name in args.backends or CONFIGS]
-    results = run_variants(args, run, variants, partial(survive, args.ranks), ties_embeddings=args.shape in TIED)
+    results = run_variants(
+        args, run, variants, partial(survive, args.ranks, not args.no_preflight), ties_embeddings=args.shape in TIED
+    )
     print(f"{results['machine']['gpu']}, {args.shape}, rows of {args.length} and {LONGER * args.length} tokens")
     for row in results["rows"]:
-        show(row)
+        if not args.no_preflight and args.ranks == 1:
+            print(f"{row['variant']}, without it a long row ends in: {row.get('error_without') or 'no error'}")
+    print(table(results["rows"]))
 
 
 if __name__ == "__main__":

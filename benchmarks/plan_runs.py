@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, json_lines, make_model, measured_with, steps_in, write_result
+from common import ROOT, make_model, measured_with, steps_in, write_result
 from qwen3_shapes import TIED
 
 EXAMPLES, BENCHMARKS = ROOT / "examples" / "configs", ROOT / "benchmarks"
@@ -110,9 +110,7 @@ CASES = {
     "dpo_packed": Case("dpo", "0.6B"),
     "dpo_megatron_rows": Case("dpo", "1.7B", (*ON_MEGATRON, *IN_ROWS, "policy.train_micro_batch_size=2")),
     "grpo_reference": Case("grpo", "1.7B", (*ON_MEGATRON, "loss_fn.reference_policy_kl_penalty=0.01")),
-    "grpo_packed": Case(
-        "grpo", "0.6B", ("policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=16384")
-    ),
+    "grpo_sizes_chosen": Case("grpo", "0.6B", ("policy.train_micro_batch_size=auto", "policy.logprob_batch_size=auto")),
     "distillation": Case("distillation", "0.6B", OF_64_PROMPTS, teacher="4B"),
     "distillation_megatron": Case("distillation", "0.6B", (*ON_MEGATRON, *OF_64_PROMPTS), teacher="4B"),
     "two_sft_sharded": Case("sft", "4B", PACKED_8K, gpus=2),
@@ -273,6 +271,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for plan_runs.json and logs")
     parser.add_argument("--limit-s", type=float, default=300, help="a case is ended after so many seconds")
     parser.add_argument("--until-s", type=float, default=3600, help="no case begins after so many seconds")
+    parser.add_argument("--shared", action="store_true", help="other runs have the GPUs too: seconds do not count")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     arguments = parser.parse_args()
@@ -298,6 +297,7 @@ def main() -> None:
             )
         found = _measure(arguments, name, out, models)
         found["overrides"] = [*keys_of(case), *arguments.overrides]
+        found["shares_gpus"] = arguments.shared
         results["cases"][name] = found
         write_result(out / "plan_runs.json", results)
         text = line_of(name, found["steps"]) if found["steps"] else f"{name}: {found['end']}"
@@ -326,7 +326,7 @@ def _measure(arguments: argparse.Namespace, name: str, out: Path, models: Path) 
         lines = log.read_text(errors="replace").splitlines()
         end += ": " + " | ".join(line for line in lines[-3:])[-400:]
         print(f"{name}: {end}", flush=True)
-    return {"end": end, "steps": steps, "num_records": len(json_lines(out / name / "metrics.jsonl"))}
+    return {"end": end, "steps": steps}
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Plans of measured runs next to what they took, as a table for docs/measurements/plans.md.
+"""Plans of measured runs next to what they took, as two tables for docs/measurements/plans.md.
 
     python benchmarks/plan_table.py
 
-Every run is a file of benchmarks/results that `large_model.py` or `grpo_vs_trl.py` wrote, with its configuration. Plans
-are for the mean length of the run's sequences; measured seconds are medians of the steps after the first, and GiB are
-those of the last step: the most of a GPU, and of the host. Needs no GPU.
+The first has the runs of `plan_runs.py`, with the policy's peaks in each phase as torch counts them. Every run of the
+second is a file of benchmarks/results that `large_model.py` or `grpo_vs_trl.py` wrote, whose GiB are those of all
+owners as the GPU driver counts them. Plans are for the mean length of the run's sequences; measured seconds are medians
+of the steps after the first, and GiB are those of the last step. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from common import GIB, ROOT
+from plan_runs import CASES as SHORT_RUNS
 from qwen3_shapes import write_config
 
 from nemo_offload_rl.memory.gpus import KNOWN
 from nemo_offload_rl.plan import Plan, Target, plan_run
+from nemo_offload_rl.residency import Phase
 
 PROMPT_TOKENS = 8
 OWNERS = ("policy", "engine", "other")
@@ -107,17 +110,67 @@ def pair(planned: float, measured: float) -> str:
     return f"{planned:.1f} / {measured:.1f}" if measured else f"{planned:.1f} / -"
 
 
-def table(rows: Sequence[Sequence[Any]]) -> str:
+def short_rows(folder: Path) -> list[list[str]]:
+    """Rows of the runs of `plan_runs.py`: the policy's own bytes in each phase, the host, and seconds."""
+    rows: list[list[str]] = []
+    for file in sorted((ROOT / "benchmarks" / "results").glob("plan_runs*.json")):
+        read = json.loads(file.read_text())
+        gpu = "H100" if "H100" in read["machine"]["gpu"] else "H200"
+        rows += [short_row(name, ran, gpu, folder) for name, ran in read["cases"].items() if ran["steps"]]
+    return rows
+
+
+def short_row(name: str, ran: Mapping[str, Any], gpu: str, folder: Path) -> list[str]:
+    """Cells of a run of `plan_runs.py`: planned and measured."""
+    case, steps = SHORT_RUNS[name], ran["steps"]
+    overrides = [*ran["overrides"], f"policy.model_name={folder / case.shape}"]
+    for shape, key in ((case.shape, None), (case.teacher, "teacher.model_name")):
+        if shape is not None:
+            write_config(folder / shape, shape)
+            overrides += [f"{key}={folder / shape}"] if key else []
+    lengths = [step["train/mean_response_tokens"] + PROMPT_TOKENS for step in steps if case.is_rollout]
+    length = round(statistics.median(lengths)) if lengths else case.length
+    plan, _ = plan_run(case.file, overrides, Target(KNOWN[gpu], length=length))
+    own = {use.phase: (use.peak_bytes - use.engine_bytes - use.other_bytes) / GIB for use in plan.phases}
+    peaks = [{phase: step.get(f"residency/{phase.value}/peak_gib", 0.0) for phase in Phase} for step in steps]
+    cells = [f"`{name}`", f"{case.shape}, {case.gpus} {gpu}"]
+    for phase in (Phase.TRAINING, Phase.OPTIM_STEP, Phase.LP_INFERENCE, Phase.TEACHER_INFERENCE, Phase.REFIT):
+        measured = max(peak[phase] for peak in peaks)
+        cells.append(pair(own[phase], measured) if phase in own else "")
+    host = sum(steps[-1].get(f"memory/host_{owner}_gib", 0.0) for owner in ("policy", "engine", "driver"))
+    # Without Ray, in one process, there is less on the host than is planned.
+    cells.append(pair(sum(plan.owners.values()) / GIB, host if "memory/host_policy_gib" in steps[-1] else 0.0))
+    later = [step["timing/total_s"] for step in steps[1:]]
+    assert plan.step_s is not None
+    if not later or ran.get("shares_gpus"):
+        return [*cells, f"{plan.step_s:.1f} / -", ""]
+    taken_s = statistics.median(later)
+    return [*cells, pair(plan.step_s, taken_s), f"{100 * (plan.step_s / taken_s - 1):+.0f} %"]
+
+
+def table(titles: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """A Markdown table."""
-    titles = ["run", "model", "training, GiB", "logprobs, GiB", "generation, GiB", "host, GiB", "GB in", "step, s", ""]
+    titles = [*titles, "step, s", ""]
     lines = [titles, ["---"] * len(titles), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main() -> None:
-    """Print the table."""
+    """Print both tables."""
     with tempfile.TemporaryDirectory() as folder:
-        print(table([row(name, case, Path(folder) / case.shape) for name, case in CASES.items()]))
+        titles = [
+            "run",
+            "model",
+            "training, GiB",
+            "update, GiB",
+            "logprobs, GiB",
+            "teacher, GiB",
+            "refit, GiB",
+            "host, GiB",
+        ]
+        print(table(titles, short_rows(Path(folder))), end="\n\n")
+        titles = ["run", "model", "training, GiB", "logprobs, GiB", "generation, GiB", "host, GiB", "GB in"]
+        print(table(titles, [row(name, case, Path(folder) / case.shape) for name, case in CASES.items()]))
 
 
 if __name__ == "__main__":

@@ -13,12 +13,13 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from nemo_offload_rl.backends.ranks import max_over_all_ranks
+from nemo_offload_rl.backends.ranks import failing_together, max_over_all_ranks
 from nemo_offload_rl.data.batch import TokenBatch
 from nemo_offload_rl.data.batching import group_lengths, pack_rows, plan_micro_batches, rows_of_groups, split_to_count
 from nemo_offload_rl.errors import UserError
 from nemo_offload_rl.keys.dtensor import DTensorConfig
 from nemo_offload_rl.keys.worker import PolicySettings
+from nemo_offload_rl.policy.peers import LostConnectionError, Peers
 from nemo_offload_rl.residency import DeviceOutOfMemoryError, PassKind, Phase, ResidencyManager, row_of
 
 logger = logging.getLogger(__name__)
@@ -33,14 +34,25 @@ _FROM_LIBRARIES = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
 class MicroBatches[Batch: TokenBatch](Sequence[Batch]):
     """The micro-batches of a pass, in order.
 
+    Args:
+        rows: See the attribute.
+        micro_batches: The micro-batches.
+        before_each: Called before one is returned; it may raise.
+
     Attributes:
         rows: Row indices of each micro-batch.
     """
 
-    def __init__(self, rows: Sequence[Sequence[int]], micro_batches: Sequence[Batch]) -> None:
+    def __init__(
+        self,
+        rows: Sequence[Sequence[int]],
+        micro_batches: Sequence[Batch],
+        before_each: Callable[[], None] = lambda: None,
+    ) -> None:
         self.rows = rows
         self._last = 0
         self._micro_batches = micro_batches
+        self._before_each = before_each
 
     def __len__(self) -> int:
         return len(self._micro_batches)
@@ -52,6 +64,7 @@ class MicroBatches[Batch: TokenBatch](Sequence[Batch]):
     def __getitem__(self, index: slice) -> Sequence[Batch]: ...
 
     def __getitem__(self, index: int | slice) -> Batch | Sequence[Batch]:
+        self._before_each()
         found = self._micro_batches[index]
         self._last = (index.start or 0) if isinstance(index, slice) else index
         return found
@@ -63,27 +76,51 @@ class MicroBatches[Batch: TokenBatch](Sequence[Batch]):
         """
         return self.rows[self._last], self._micro_batches[self._last]
 
+    def largest(self) -> tuple[Sequence[int], Batch]:
+        """Return rows and micro-batch of the most cells among those that were read."""
+        read = range(self._last + 1)
+        index = max(read, key=lambda it: self._micro_batches[it].input_ids.numel())
+        return self.rows[index], self._micro_batches[index]
+
 
 class Attempt[Batch: TokenBatch]:
     """A context to run a pass in; it catches and keeps the error of running out of device memory.
 
+    Args:
+        micro_batches: See the attribute.
+        peers: The other ranks of the pass; None if there are none.
+
     Attributes:
         micro_batches: The micro-batches of the pass.
-        error: The error; None if there was none.
+        error: This rank's error; None if there was none.
+        is_broken: This rank has left the pass before its end, because of its own error or another rank's.
     """
 
-    def __init__(self, micro_batches: MicroBatches[Batch]) -> None:
+    def __init__(self, micro_batches: MicroBatches[Batch], peers: Peers | None = None) -> None:
         self.micro_batches = micro_batches
         self.error: BaseException | None = None
+        self.is_broken = False
+        self._peers = peers
 
     def __enter__(self) -> None:
-        """Begin."""
+        if self._peers is not None:
+            self._peers.begin_pass()
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> bool:
-        is_kind = isinstance(error, (torch.OutOfMemoryError, DeviceOutOfMemoryError))
-        if is_kind or (isinstance(error, RuntimeError) and any(text in str(error) for text in _FROM_LIBRARIES)):
+        peers = self._peers
+        was_aborted = peers is not None and peers.has_aborted  # then memory ran out over arbitrary results
+        if not was_aborted and _is_out_of_memory(error):
             self.error = error
-        return self.error is not None
+        self.is_broken = self.error is not None
+        if peers is not None:
+            peers.end_pass(failed=self.is_broken)
+            self.is_broken |= isinstance(error, Exception) and peers.failed_rank_is_known
+        return self.is_broken
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    is_kind = isinstance(error, (torch.OutOfMemoryError, DeviceOutOfMemoryError))
+    return is_kind or (isinstance(error, RuntimeError) and any(text in str(error) for text in _FROM_LIBRARIES))
 
 
 class Passes:
@@ -91,19 +128,20 @@ class Passes:
 
     1. Before a pass with more tokens than all earlier ones of its kind, prefetched state is evicted if both may not
        fit. If the pass still does not fit, by what earlier ones took, several ranks agree on smaller micro-batches.
-    2. A single rank that runs out of memory makes room for the pass and repeats it from its start, since a backward
-       pass that broke off leaves parts of its gradients. Room is made by, in this order, the backend, eviction of
-       state that the pass does not read, and cutting the failed micro-batch in two.
-    3. What was too large is remembered: later micro-batches of that size are cut before the pass starts.
+    2. If a rank runs out of memory, all leave the pass (see `Peers`) and repeat it from its start, since a backward
+       pass that broke off leaves parts of its gradients. The rank makes room by, in this order, the backend (for one
+       rank only), eviction of state that the pass does not read, and cutting the failed micro-batch in two.
+    3. What was too large is remembered by all ranks: later micro-batches of that size are cut before the pass starts,
+       into equally many on each rank.
 
-    Losses are divided by counts of the global batch, so smaller micro-batches change no more than rounding. Several
-    ranks cannot repeat a pass, since the others wait in a collective of the failed one, so the run ends.
+    Losses are divided by counts of the global batch, so smaller micro-batches change no more than rounding.
 
     Args:
         settings: The policy's settings.
         residency: Manager of the rank's state.
-        is_alone: Passes have no collectives with other ranks.
+        peers: The other ranks of the passes; None if there are none.
         backend_makes_room: See `PolicyBackend.make_room`.
+        gather_again: See `PolicyBackend.gather_again`.
 
     Attributes:
         num_splits: Number of micro-batches that were cut in two.
@@ -114,14 +152,16 @@ class Passes:
         settings: PolicySettings,
         residency: ResidencyManager,
         *,
-        is_alone: bool,
+        peers: Peers | None = None,
         backend_makes_room: Callable[[], bool] = lambda: False,
+        gather_again: Callable[[], None] = lambda: None,
     ) -> None:
         self.num_splits = 0
         self._settings = settings
         self._residency = residency
-        self._is_alone = is_alone
+        self._peers = peers
         self._backend_makes_room = backend_makes_room
+        self._gather_again = gather_again
         self._packs = settings.sequence_packing.enabled
         self._too_large: dict[PassKind, int] = {}  # fewest tokens of a micro-batch that is too large
         self._foreseen: set[PassKind] = set()  # kinds of which micro-batches were cut by what earlier ones took
@@ -131,7 +171,7 @@ class Passes:
         kind: PassKind,
         batch: Batch,
         rows: Sequence[Sequence[int]],
-        after_failure: Callable[[], None] = lambda: None,
+        after_failure: Callable[[], None],
     ) -> Iterator[Attempt[Batch]]:
         """Yield a context to run a pass in; after each attempt that runs out of memory, yield one to run it again.
 
@@ -139,34 +179,73 @@ class Passes:
             kind: Kind of the pass.
             batch: All rows.
             rows: Row indices of each micro-batch. Those of an attempt may be smaller.
-            after_failure: Cleans up after a failed pass.
+            after_failure: Cleans up after a failed pass, without collectives.
 
         Raises:
-            UserError: Memory ran out, and there is no way to make room.
+            UserError: Memory ran out, and there is no way to make room; on every rank.
+            LostConnectionError: Another rank ran out of memory, and the ranks could not be connected again.
         """
         may_evict = True
         while True:
-            attempt = Attempt(self._ready(kind, batch, rows))
+            attempt = Attempt(self._ready(kind, batch, rows), self._peers)
             yield attempt
-            if attempt.error is None:
+            if not self._has_failed(kind, attempt):
                 return
-            if self._is_alone:
-                after_failure()
-            by_backend = self._is_alone and kind is not PassKind.TEACHER and self._backend_makes_room()
-            if by_backend:
-                logger.info("a %s pass is run again: %s", kind, _in_one_line(attempt.error))
-            else:
+            if self._peers is not None:
+                self._peers.abort()
+            after_failure()
+            if self._peers is None:
                 may_evict = self._make_room(kind, batch, attempt, may_evict=may_evict)
+            else:
+                self._reconnect(kind, attempt)
+                with failing_together(UserError):
+                    if attempt.error is not None:
+                        may_evict = self._make_room(kind, batch, attempt, may_evict=may_evict)
+                too_large = -max_over_all_ranks(-self._too_large.get(kind, sys.maxsize))
+                self._too_large[kind] = too_large
             rows = attempt.micro_batches.rows
             attempt.error = None  # its traceback holds the failed pass's tensors
             gc.collect()
+
+    def _has_failed(self, kind: PassKind, attempt: Attempt[Any]) -> bool:
+        """Tell whether the pass failed on any rank; a collective of several ranks."""
+        if self._peers is None:
+            return attempt.is_broken
+        try:
+            return self._peers.someone_failed(failed=attempt.is_broken)
+        except LostConnectionError as lost:
+            raise self._ending(kind, attempt, lost) from (attempt.error or lost)
+
+    def _reconnect(self, kind: PassKind, attempt: Attempt[Any]) -> None:
+        """Connect the ranks again; a collective."""
+        assert self._peers is not None
+        try:
+            self._peers.reconnect()
+        except LostConnectionError as lost:
+            raise self._ending(kind, attempt, lost) from (attempt.error or lost)
+        if kind is not PassKind.TEACHER:  # then the policy's parameters may be away
+            self._gather_again()
+
+    def _ending(self, kind: PassKind, attempt: Attempt[Any], lost: LostConnectionError) -> Exception:
+        """Return the error to end with if the pass cannot be run again: this rank's own, or that of the connection."""
+        if attempt.error is None:
+            return lost
+        rows, failed = self._blamed(attempt)
+        work = f"a {kind} pass over {len(rows)} rows with {self._num_tokens(failed)} tokens; {lost}"
+        advice = self._advice(kind, is_divisible=True)
+        return _refusal(self._residency, work, held_on_device(self._residency), attempt.error, advice)
+
+    def _blamed[Batch: TokenBatch](self, attempt: Attempt[Batch]) -> tuple[Sequence[int], Batch]:
+        """Return rows and micro-batch that ran out of memory; in a pipeline, several are under way."""
+        is_pipeline = self._settings.backend.model_parallel.pipeline > 1
+        return attempt.micro_batches.largest() if is_pipeline else attempt.micro_batches.last()
 
     def _ready[Batch: TokenBatch](
         self, kind: PassKind, batch: Batch, rows: Sequence[Sequence[int]]
     ) -> MicroBatches[Batch]:
         """Announce a pass, and return its micro-batches, cut where they are known to be too large."""
         micro_batches = self._cut(batch, rows, self._too_large.get(kind, sys.maxsize))
-        if not self._is_alone:
+        if self._peers is not None:
             micro_batches = self._agreed(kind, batch, micro_batches)
         self._residency.expect_work(kind, self._most_tokens(micro_batches))
         return micro_batches
@@ -177,9 +256,9 @@ class Passes:
         """Cut micro-batches that may be too large for any rank, equally many on each rank; a collective."""
         num_tokens = self._most_tokens(micro_batches)
         too_large = -max_over_all_ranks(-self._residency.too_large_size(kind, num_tokens))
-        if too_large == sys.maxsize:
+        if too_large == sys.maxsize == self._too_large.get(kind, sys.maxsize):
             return micro_batches
-        if kind not in self._foreseen:
+        if too_large < sys.maxsize and kind not in self._foreseen:
             self._foreseen.add(kind)
             logger.warning(
                 "a %s pass over micro-batches of up to %d tokens may run out of memory, by what earlier ones took: "
@@ -214,7 +293,9 @@ class Passes:
                 continue
             done.append(some)
             micro_batches.append(micro_batch)
-        return MicroBatches(done, micro_batches)
+        if self._peers is None:
+            return MicroBatches(done, micro_batches)
+        return MicroBatches(done, micro_batches, self._peers.leave_if_aborted)
 
     def _most_tokens(self, micro_batches: Sequence[TokenBatch]) -> int:
         return max(map(self._num_tokens, micro_batches), default=0)
@@ -223,15 +304,21 @@ class Passes:
         return micro_batch.num_tokens(packed=self._packs)
 
     def _make_room(self, kind: PassKind, batch: TokenBatch, attempt: Attempt[Any], *, may_evict: bool) -> bool:
-        """Evict state, or have the micro-batch that failed cut in two; return whether state may be evicted again.
+        """Make room for a pass that ran out of memory; return whether state may be evicted in another failure.
+
+        Either the backend takes less, or state is evicted, or the micro-batch that failed is to be cut in two.
 
         Raises:
             UserError: Neither is possible.
         """
-        error, held = attempt.error, held_on_device(self._residency)
+        error = attempt.error
         assert error is not None
+        if self._peers is None and kind is not PassKind.TEACHER and self._backend_makes_room():
+            logger.info("a %s pass is run again: %s", kind, _in_one_line(error))
+            return may_evict
+        held = held_on_device(self._residency)
         told, phase = _in_one_line(error), self._residency.phase
-        if self._is_alone and may_evict and (num_bytes := self._residency.evict()):
+        if may_evict and (num_bytes := self._residency.evict()):
             logger.warning(
                 "out of memory in a pass of phase %s (%s); it is run again without %.2f GiB on the device that it does "
                 "not read",
@@ -240,16 +327,14 @@ class Passes:
                 num_bytes / _GIB,
             )
             return False
-        rows, failed = attempt.micro_batches.last()
+        rows, failed = self._blamed(attempt)
         is_divisible = len(rows) > batch.rows_per_group
         advice = self._advice(kind, is_divisible=is_divisible)
         num_tokens = self._num_tokens(failed)
-        if not self._is_alone or not is_divisible:
-            work = f"{len(rows)} rows with {num_tokens} tokens"
-            if not is_divisible:
-                each = (f"row {row} of {len(batch)} ({int(batch.input_lengths[row])} tokens)" for row in rows)
-                work = f"{' and '.join(each)} alone"
-            raise _refusal(self._residency, f"a {kind} pass over {work}", held, error, advice) from error
+        if not is_divisible:
+            each = (f"row {row} of {len(batch)} ({int(batch.input_lengths[row])} tokens)" for row in rows)
+            work = f"a {kind} pass over {' and '.join(each)} alone"
+            raise _refusal(self._residency, work, held, error, advice) from error
         self._too_large[kind] = int(_STILL_TOO_LARGE * num_tokens)
         logger.warning(
             "out of memory in a %s pass (%s); it is run again with its micro-batch of %d rows and %d tokens cut in "

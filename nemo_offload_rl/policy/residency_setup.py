@@ -24,7 +24,9 @@ from nemo_offload_rl.residency import (
     TEACHER_HEAD,
     TEACHER_LAYER,
     Device,
+    GradsGroup,
     HostArena,
+    PassKind,
     ResidencyManager,
     part_copy_bytes,
     row_of,
@@ -114,6 +116,11 @@ def build_manager(
     # Gradients have the parameters' size where a backend does not tell theirs.
     grads_bytes = sizes.get(GRADS, sizes.get(PARAMS, 0) + sizes.get(PARAMS_PART, 0))
     num_workers = backend.rank_info.world_size
+    estimates = {} if device.is_host_memory else dict(pass_needs(settings, num_workers, grads_bytes))
+    come_in_pass = not parts and any(group.name == GRADS and isinstance(group, GradsGroup) for group in groups)
+    if come_in_pass and PassKind.TRAINING in estimates:
+        # They are not among what is held when the pass begins.
+        estimates[PassKind.TRAINING] = estimates[PassKind.TRAINING].plus(grads_bytes)
     manager = ResidencyManager(
         plan=plan.plan,
         groups=groups,
@@ -122,7 +129,7 @@ def build_manager(
         overlap=settings.residency_overlap,
         verify=settings.residency_verify,
         left_by_engine_bytes=left_by_engine_bytes(settings, device.total_bytes()),
-        estimates={} if device.is_host_memory else pass_needs(settings, num_workers, grads_bytes),
+        estimates=estimates,
     )
     with ExitStack() as unless_done:
         unless_done.callback(manager.close)

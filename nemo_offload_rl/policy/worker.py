@@ -28,6 +28,7 @@ from nemo_offload_rl.memory.host_plan import render_host_plan
 from nemo_offload_rl.policy.checkpointing import CheckpointSaver
 from nemo_offload_rl.policy.communicators import make_communicators
 from nemo_offload_rl.policy.passes import Passes, TrainingPace, in_rows_of, micro_batch_rows, told_out_of_memory
+from nemo_offload_rl.policy.peers import Peers
 from nemo_offload_rl.policy.process import closing, record_memory_history, use_deterministic_algorithms
 from nemo_offload_rl.policy.residency_setup import begin_host_memory, build_manager, limit_gpu_memory
 from nemo_offload_rl.policy.skipped_updates import SkippedUpdates, parameters_not_finite, warn_of_skipped
@@ -89,7 +90,11 @@ class PolicyWorker:
             self._teacher = None if teacher is None else Teacher(teacher, process, self._backend)
             if self._teacher is not None:
                 made.push(closing(self._teacher))
-            limit_collectives(process)  # of the backend's process groups
+            peers = None
+            if self._backend.rank_info.world_size > 1:
+                peers = Peers(self._backend.device)
+                made.callback(peers.close)
+            limit_collectives(process)  # of all process groups
             self.residency, self._host_need = build_manager(
                 settings, self._backend, keep_reference, arena, device, self._teacher
             )
@@ -98,8 +103,10 @@ class PolicyWorker:
         if self._teacher is not None:
             self._teacher.model.use_stream(self.residency.streamed_layers)
         self._saver = CheckpointSaver(self.residency)
-        is_alone, make_room = self._backend.rank_info.world_size == 1, self._backend.make_room
-        self._passes = Passes(settings, self.residency, is_alone=is_alone, backend_makes_room=make_room)
+        make_room, gather_again = self._backend.make_room, self._backend.gather_again
+        self._passes = Passes(
+            settings, self.residency, peers=peers, backend_makes_room=make_room, gather_again=gather_again
+        )
         self._skipped = SkippedUpdates(settings.max_skipped_updates, self._backend.state_groups)
         self._is_whole = True  # False if an update broke off, or not all updates of a step were made
         self._sender: BucketSender | None = None
@@ -207,16 +214,21 @@ class PolicyWorker:
         self.residency.step_opened()
         try:
             # A failed pass leaves incomplete gradients, which must not be used.
-            for attempt in self._passes.attempts(PassKind.TRAINING, batch, rows, self._backend.drop_grads):
+            for attempt in self._passes.attempts(PassKind.TRAINING, batch, rows, self._drop_broken_training):
                 pace = TrainingPace(self.residency, len(attempt.micro_batches))
                 with attempt:
                     loss, metrics = self._backend.forward_backward(
                         attempt.micro_batches, loss_fn, norm, pace.before_micro_batch
                     )
         except BaseException:
+            self._backend.abandon_pass()
             self.zero_grad()
             raise
         return loss, metrics
+
+    def _drop_broken_training(self) -> None:
+        self._backend.abandon_pass()
+        self._backend.drop_grads()
 
     def optim_step(self, *, before_refit: bool = False) -> StepResult:
         """Apply the gradients, or skip the update if they are not finite; closes the training step.
@@ -255,7 +267,7 @@ class PolicyWorker:
         rows = self._rows(batch, is_training=True, size=size)
         norm = self._loss_norm(batch)
         loss, metrics = 0.0, dict[str, float]()
-        for attempt in self._passes.attempts(PassKind.EVALUATION, batch, rows):
+        for attempt in self._passes.attempts(PassKind.EVALUATION, batch, rows, self._backend.abandon_pass):
             with attempt:
                 loss, metrics = self._backend.evaluate(attempt.micro_batches, loss_fn, norm)
         return TrainResult([loss], [0.0], [0.0], {name: [value] for name, value in metrics.items()})
@@ -280,7 +292,7 @@ class PolicyWorker:
         batch = logprob_inputs(batch, counted_only=counted_only)
         rows = self._rows(batch, is_training=False, size=self._settings.logprob_batch_size)
         found: list[Tensor] = []
-        for attempt in self._passes.attempts(PassKind.LOGPROBS, batch, rows):
+        for attempt in self._passes.attempts(PassKind.LOGPROBS, batch, rows, self._backend.abandon_pass):
             with attempt:
                 found = self._backend.logprobs(attempt.micro_batches)
             rows = attempt.micro_batches.rows
@@ -293,7 +305,7 @@ class PolicyWorker:
         rows = self._rows(batch, is_training=False, size=self._settings.logprob_batch_size)
         found: list[Tensor] = []
         with self.residency.swapped_in(REFERENCE):
-            for attempt in self._passes.attempts(PassKind.REFERENCE, batch, rows):
+            for attempt in self._passes.attempts(PassKind.REFERENCE, batch, rows, self._backend.abandon_pass):
                 with attempt:
                     found = self._backend.logprobs(attempt.micro_batches, whole=True)
                 rows = attempt.micro_batches.rows
@@ -318,7 +330,7 @@ class PolicyWorker:
             settings, inputs, teacher.model.all_reduce_max, is_training=False, size=settings.logprob_batch_size
         )
         found: list[Any] = []
-        for attempt in self._passes.attempts(PassKind.TEACHER, inputs, rows):
+        for attempt in self._passes.attempts(PassKind.TEACHER, inputs, rows, teacher.model.abandon_pass):
             with attempt:
                 found = teacher.model.read(attempt.micro_batches, reader)
             rows = attempt.micro_batches.rows

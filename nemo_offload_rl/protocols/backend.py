@@ -177,7 +177,18 @@ class PolicyBackend(Protocol):
         ...
 
     def drop_grads(self) -> None:
-        """Drop accumulated gradients, and anything that a failed pass left behind."""
+        """Drop accumulated gradients; after a pass that broke off, call `abandon_pass` first."""
+        ...
+
+    def abandon_pass(self) -> None:
+        """Drop what a pass that broke off left, except gradients: gathered parameters, collectives, states of passes.
+
+        No collective. The collectives under way have ended, and their results mean nothing.
+        """
+        ...
+
+    def gather_again(self) -> None:
+        """Gather parameters that a collective of an abandoned pass may have overwritten; a collective of all ranks."""
         ...
 
     def make_room(self) -> bool:
@@ -309,6 +320,10 @@ class FrozenModel(Protocol):
 
     def read(self, micro_batches: Sequence[TokenBatch], reader: Reader) -> list[Any]:
         """Return the reader's results by micro-batch: [B, S, ...] tensors on the CPU, 0 where nothing is scored."""
+        ...
+
+    def abandon_pass(self) -> None:
+        """Drop what a pass that broke off left; see `PolicyBackend.abandon_pass`."""
         ...
 
     def use_stream(self, streamed_layers: Callable[[], Iterator[str]]) -> None:

@@ -51,6 +51,11 @@ class PassNeed:
         own_tokens = own_tokens if left_bytes >= 0 else 0
         return min(own_tokens, *(moment.most_tokens(num_bytes) for moment in self.other_moments), sys.maxsize)
 
+    def plus(self, num_bytes: int) -> PassNeed:
+        """Return the need of a pass that takes so many bytes more at every moment."""
+        moments = tuple(moment.plus(num_bytes) for moment in self.other_moments)
+        return PassNeed(self.fixed_bytes + num_bytes, self.bytes_per_token, moments)
+
 
 class LearnedNeed:
     """Device memory that passes of one kind need in addition to state: an estimate, corrected by measurements.

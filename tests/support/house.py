@@ -29,8 +29,8 @@ SMALL_LINES = 60
 LIMITS = {
     "imports upward": 0,
     "circles of modules": 0,
-    "modules": 309,
-    "lines": 55709,
+    "modules": 310,
+    "lines": 56110,
     "modules under 60 lines with one importer": 0,
 }
 
@@ -41,7 +41,7 @@ RUN_LIMITS = {
     "files on those ways": 15,
     "lines of those files": 4000,
     "files that a step executes": 78,
-    "lines of files that a step executes": 17300,
+    "lines of files that a step executes": 17500,
 }
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
+from abortable_gloo import use_abortable_gloo
 from forked import context
 from megatron_cpu_shim import megatron_on_cpu
 from model_families import drawn_model, family_config
@@ -498,6 +499,7 @@ def _rank_main(
     process = ProcessInfo(
         rank=rank, world_size=world_size, init_method=f"file://{tmp_path}/{name}.rendezvous", device=device
     )
+    use_abortable_gloo()
     torch.distributed.init_process_group(backend, init_method=process.init_method, rank=rank, world_size=world_size)
     getattr(module, name)(process, *args)
     torch.distributed.barrier()

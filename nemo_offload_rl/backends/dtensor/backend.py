@@ -275,6 +275,13 @@ class DTensorBackend:
         else:
             self._layerwise.drop()
 
+    def abandon_pass(self) -> None:
+        """See `PolicyBackend`."""
+        self._built.abandon_pass()
+
+    def gather_again(self) -> None:
+        """Do nothing: gathered parameters were dropped, and each rank's own are whole."""
+
     def make_room(self) -> bool:
         """With `cpu_offload`, let fewer micro-batches pass through the parts together."""
         return self._layerwise is not None and self._layerwise.make_room()

@@ -179,6 +179,11 @@ class BuiltModel:
         """Free gathered parameters."""
         parallel.reshard_all(self.fsdp_root)
 
+    def abandon_pass(self) -> None:
+        """Drop what a pass that broke off left, except gradients."""
+        self.reshard()
+        parallel.forget_pass(self.fsdp_root)
+
     def drop_grads(self) -> None:
         """Drop gradients and gathered parameters."""
         self.reshard()

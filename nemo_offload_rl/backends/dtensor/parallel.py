@@ -10,12 +10,13 @@ is sharded over `dp`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -161,27 +162,40 @@ def gather(layer: nn.Module) -> None:
 
 
 def drop_unreduced_grads(root: FSDPModule) -> None:
-    """Drop unreduced gradients of gathered parameters, and reset FSDP after a failed backward pass.
-
-    FSDP has no call for either. It would add the gradients to the next step's. After a failed backward it still expects
-    that pass's end, and would not reduce the root's gradients in the next pass.
-    """
+    """Drop unreduced gradients of gathered parameters, which FSDP would add to the next step's."""
     for module in fsdp_modules(root):
-        state = module._get_fsdp_state()
-        group = state._fsdp_param_group
+        group = module._get_fsdp_state()._fsdp_param_group
         for parameter in group.fsdp_params if group is not None else ():
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
+
+
+def forget_pass(root: FSDPModule) -> None:
+    """Reset FSDP, which has no call for it, after a pass that broke off; parameters are not gathered.
+
+    After a failed backward FSDP still expects that pass's end, and would not reduce the root's gradients in the next
+    pass. After a failed collective it would use that one's arbitrary result.
+    """
+    for module in fsdp_modules(root):
+        state = module._get_fsdp_state()
         if state._is_root is None:
             continue  # no pass has begun yet
         state._training_state = TrainingState.IDLE
         state._state_ctx.iter_forward_root = None
         state._state_ctx.post_backward_final_callback_queued = False
         state._comm_ctx.post_forward_order.clear()
-        if group is not None:
-            group._training_state = TrainingState.IDLE
-            group._post_forward_indices.clear()
+        state._comm_ctx.all_gather_state = state._comm_ctx.reduce_scatter_state = None
+        group = state._fsdp_param_group
+        if group is None:
+            continue
+        group._training_state = TrainingState.IDLE
+        group._post_forward_indices.clear()
+        if (gathering := group._all_gather_result) is not None and isinstance(gathering.all_gather_work, dist.Work):
+            with suppress(RuntimeError):  # it may have failed
+                gathering.all_gather_work.wait()
+        group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
+        group._reshard_after_forward_event = group._partial_reduce_output = None
 
 
 def reshard_all(root: FSDPModule) -> None:

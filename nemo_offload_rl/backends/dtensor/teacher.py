@@ -95,6 +95,10 @@ class FrozenDTensor:
         # At the end, since each copy waits for the device.
         return [type(it)(*(None if value is None else value.cpu() for value in it)) for it in found]
 
+    def abandon_pass(self) -> None:
+        """See `FrozenModel`."""
+        self._built.abandon_pass()
+
     @contextmanager
     def _pass(self) -> Iterator[None]:
         self._coming = self._streamed_layers()

@@ -168,7 +168,7 @@ class MegatronBackend:
             for loss, metrics in results:
                 totals.add(loss, metrics)
             reduced = totals.reduce(parallel.data_parallel_group())
-        found = parallel.from_last_stage(reduced)
+        found = parallel.from_last_stage(reduced, self._device)
         assert found is not None
         return found
 
@@ -178,7 +178,7 @@ class MegatronBackend:
         with self._passes.reading():
             schedule = self._passes.schedule(micro_batches, keep_scores, lambda _: reader, forward_only=True)
             found = get_forward_backward_func()(**schedule)
-        return [scores_BS[0] for scores_BS in parallel.from_last_stage(on_cpu(found))]
+        return [scores_BS[0] for scores_BS in parallel.from_last_stage(on_cpu(found), self._device)]
 
     @property
     def vocab_size(self) -> int:
@@ -198,11 +198,23 @@ class MegatronBackend:
         """Do nothing; never called, since parameters lie in a few buffers that span all layers."""
 
     def drop_grads(self) -> None:
-        """Zero the gradient buffers and drop leftovers of a pass that raised."""
+        """Zero the gradient buffers and drop the experts' counts."""
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         self._model.biases.forget()
+
+    def abandon_pass(self) -> None:
+        """See `PolicyBackend`."""
+        parallel.forget_collectives(self._chunks)
+        self._model.biases.forget()
+
+    def gather_again(self) -> None:
+        """See `PolicyBackend`; also after each update, since the next call may offload, send or save parameters."""
+        if self._cfg.distributed_data_parallel_config.overlap_param_gather:
+            with torch.no_grad():
+                for chunk in self._chunks:
+                    chunk.start_param_sync(force_sync=True)
 
     def make_room(self) -> bool:
         """Return False: passes of this backend keep nothing that they could do without."""
@@ -216,11 +228,7 @@ class MegatronBackend:
         if is_updated:
             self._model.biases.update()
         self.drop_grads()
-        if self._cfg.distributed_data_parallel_config.overlap_param_gather:
-            # Gather the parameters now: the next call may offload, send or save them.
-            with torch.no_grad():
-                for chunk in self._chunks:
-                    chunk.start_param_sync(force_sync=True)
+        self.gather_again()
         if self._cfg.empty_unused_memory_level >= 1 and self._device.type == "cuda":
             torch.cuda.empty_cache()
         return StepResult(

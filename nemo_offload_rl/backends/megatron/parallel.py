@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -183,11 +184,35 @@ def is_last_stage() -> bool:
     return parallel_state.is_pipeline_last_stage()
 
 
-def from_last_stage[Result](value: Result) -> Result:
-    """Return the last pipeline stage's `value` on every stage."""
+def from_last_stage[Result](value: Result, device: torch.device) -> Result:
+    """Return the last pipeline stage's `value` on every stage.
+
+    `device` is that of the passes. All stages meet there first, where aborting a failed pass ends the wait. The value
+    goes through the host.
+
+    Raises:
+        RuntimeError: A stage left the pass.
+    """
     group = pipeline_group()
     if group.size() == 1:
         return value
+    num_stages = torch.ones((), device=device)
+    dist.all_reduce(num_stages, group=group)
+    if int(num_stages) != group.size():
+        raise RuntimeError("a pipeline stage left the pass")
     shared = [value]
     dist.broadcast_object_list(shared, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
     return shared[0]
+
+
+def forget_collectives(chunks: Sequence[Any]) -> None:
+    """Drop gathers of parameters and reductions of gradients that a pass began; Megatron-core 0.19.2 has no call."""
+    for chunk in chunks:
+        for buckets in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            for name in ("param_gather_handle", "grad_reduce_handle"):
+                if (handle := getattr(buckets, name)) is not None:
+                    with suppress(RuntimeError):  # it may have failed
+                        handle.wait()
+                    setattr(buckets, name, None)
+            if buckets.is_first_batch:
+                buckets.per_param_grad_ready_counts = {}  # they would be taken for those of a whole pass

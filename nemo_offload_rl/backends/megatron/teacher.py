@@ -84,7 +84,10 @@ class FrozenMegatron:
         with self._passes.reading():
             schedule = self._passes.schedule(micro_batches, keep_scores, lambda _: reader, forward_only=True)
             found = get_forward_backward_func()(**schedule)
-        return [kind(*scores_BS) for scores_BS in parallel.from_last_stage(on_cpu(found))]
+        return [kind(*scores_BS) for scores_BS in parallel.from_last_stage(on_cpu(found), self._device)]
+
+    def abandon_pass(self) -> None:
+        """Do nothing: passes without gradients leave nothing."""
 
     def use_stream(self, streamed_layers: Callable[[], Iterator[str]]) -> None:
         """Do nothing: all layers are in one group."""

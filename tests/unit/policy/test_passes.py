@@ -7,6 +7,7 @@ from itertools import accumulate, chain, pairwise
 
 import pytest
 import torch
+import torch.distributed as dist
 from deferred_device import DeferredDevice
 from policy_cases import (
     NLL,
@@ -28,6 +29,7 @@ from nemo_offload_rl.errors import UserError
 from nemo_offload_rl.policy import passes as passes_module
 from nemo_offload_rl.policy import worker as worker_module
 from nemo_offload_rl.policy.passes import MicroBatches, Passes, TrainingPace
+from nemo_offload_rl.policy.peers import Peers
 from nemo_offload_rl.residency import (
     DeviceOutOfMemoryError,
     PassKind,
@@ -89,8 +91,21 @@ def rows_of(*lengths: int) -> TokenBatch:
     )
 
 
-def passes_of(manager: ResidencyManager, *, is_alone: bool = True, **changes: object) -> Passes:
-    return Passes(make_settings("a-model", **changes), manager, is_alone=is_alone)
+def passes_of(manager: ResidencyManager, peers: Peers | None = None, **changes: object) -> Passes:
+    return Passes(make_settings("a-model", **changes), manager, peers=peers)
+
+
+@pytest.fixture
+def one_of_several():
+    """What several ranks do together, by one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield Peers(torch.device("cpu"))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(params=["one rank", "several ranks"])
+def peers(request):
+    return None if request.param == "one rank" else request.getfixturevalue("one_of_several")
 
 
 def run_pass(
@@ -99,18 +114,17 @@ def run_pass(
     """Run a pass over micro-batches of rows of these lengths."""
     ends = list(accumulate(map(len, lengths), initial=0))
     rows = [list(range(*pair)) for pair in pairwise(ends)]
-    for attempt in passes.attempts(kind, rows_of(*chain(*lengths)), rows):
+    for attempt in passes.attempts(kind, rows_of(*chain(*lengths)), rows, lambda: None):
         with attempt:
             run(attempt.micro_batches)
 
 
-@pytest.mark.parametrize("is_alone", [True, False], ids=["one rank", "several ranks"])
 @pytest.mark.parametrize("is_announced", [True, False], ids=["by its tokens", "by failing"])
 def test_a_larger_pass_than_those_before_finds_the_room_that_it_has_without_prefetching(
-    monkeypatch, caplog, is_alone, is_announced
+    monkeypatch, caplog, peers, is_announced
 ):
     manager, device, tensors = make_manager(160, monkeypatch)
-    passes = passes_of(manager, is_alone=is_alone)
+    passes = passes_of(manager, peers)
     ran = []
 
     def run(_micro_batches):
@@ -126,10 +140,6 @@ def test_a_larger_pass_than_those_before_finds_the_room_that_it_has_without_pref
     assert ran == [Placement.HOST, Placement.DEVICE]  # the second time it came early
     next_logprobs(manager)
     assert manager.location("optimizer") is Placement.DEVICE
-    if not is_alone and not is_announced:
-        with pytest.raises(UserError, match="for a pass"):
-            attempt(100)
-        return
     with caplog.at_level(logging.WARNING):
         attempt(100)
     assert ran[2] is Placement.HOST
@@ -156,15 +166,12 @@ def test_a_pass_that_fits_nowhere_is_tried_twice_and_once_where_nothing_could_le
         assert len(tries) == num_tries
 
 
-@pytest.mark.parametrize("is_alone", [True, False], ids=["one rank", "several ranks"])
-def test_a_pass_without_room_ends_with_its_phase_its_tokens_what_was_held_and_the_keys_to_change(monkeypatch, is_alone):
+def test_a_pass_without_room_ends_with_its_phase_its_tokens_what_was_held_and_the_keys_to_change(monkeypatch, peers):
     manager, device, _ = make_manager(160, monkeypatch)
     manager.enter(Phase.LP_INFERENCE)
     monkeypatch.setattr(passes_module, "_GIB", 1)
-    held = "params 40.00 GiB, optimizer 80.00 GiB on it (130 bytes for a pass, 40"
-    if is_alone:  # the optimizer was offloaded, and the pass was run again
-        held = "params 40.00 GiB on it (130 bytes for a pass, 120"
-    passes = passes_of(manager, is_alone=is_alone, logprob_chunk_size=None)
+    held = "params 40.00 GiB on it (130 bytes for a pass, 120"  # the optimizer was offloaded, and the pass run again
+    passes = passes_of(manager, peers, logprob_chunk_size=None)
     with pytest.raises(UserError) as raised:
         run_pass(passes, PassKind.REFERENCE, [[5], [7]], lambda batches: device.run_pass(130 if batches[1] else 0))
     assert str(raised.value) == (
@@ -187,19 +194,21 @@ def test_a_pass_without_room_ends_with_its_phase_its_tokens_what_was_held_and_th
     ],
 )
 def test_what_is_advised_against_a_lack_of_memory_is_about_that_kind_of_pass(
-    monkeypatch, kind, lengths, changes, advice
+    monkeypatch, caplog, kind, lengths, changes, advice
 ):
     manager, device, _ = make_manager(160, monkeypatch)
     manager.enter(Phase.LP_INFERENCE)
-    passes = passes_of(manager, is_alone=False, logprob_chunk_size=64, **changes)
     with pytest.raises(UserError) as raised:
-        run_pass(passes, kind, [lengths], lambda _: device.run_pass(1000))
-    assert f"are free); {advice}" in str(raised.value)
+        run_pass(passes_of(manager, logprob_chunk_size=64, **changes), kind, [lengths], lambda _: device.run_pass(1000))
+    if len(lengths) == 1:
+        assert f"are free); {advice}" in str(raised.value)
+    else:
+        assert f"to save that time, {advice}" in caplog.text
 
 
-def test_a_pass_over_packed_rows_is_as_large_as_their_real_tokens(monkeypatch):
+def test_a_pass_over_packed_rows_is_as_large_as_their_real_tokens(monkeypatch, one_of_several):
     manager, device, _ = make_manager(160, monkeypatch)
-    passes = passes_of(manager, is_alone=False, sequence_packing=PACKED)
+    passes = passes_of(manager, one_of_several, sequence_packing=PACKED)
     # 128 cells with padding, of which 30 are real; then 100 cells, all of them real.
     for lengths in ([16, *[2] * 7], [16, *[2] * 7], [50, 50]):
         next_logprobs(manager)
@@ -271,9 +280,9 @@ def test_a_micro_batch_that_does_not_fit_is_cut_until_it_does_and_later_ones_bef
         run_pass(passes, PassKind.REFERENCE, [[200] * rows_per_group, [1] * rows_per_group], run)
 
 
-def test_several_ranks_cut_a_pass_that_is_expected_not_to_fit(monkeypatch, caplog):
+def test_several_ranks_cut_a_pass_that_is_expected_not_to_fit(monkeypatch, caplog, one_of_several):
     manager, device, _ = make_manager(160, monkeypatch)
-    passes, sizes = passes_of(manager, is_alone=False), []
+    passes, sizes = passes_of(manager, one_of_several), []
 
     def run(micro_batches):
         sizes.append([len(micro_batch) for micro_batch in micro_batches])

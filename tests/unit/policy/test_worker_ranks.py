@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from broken_passes import goes_on_after_one_rank_ran_out_of_memory
 from cgroups import joined, make_cgroup, remove
 from policy_cases import (
     NLL,
@@ -100,6 +101,8 @@ def check_data_parallel(process, root, cgroup, fallback):
     equals_hugging_face(process, f"{root}/qwen3-tied", activation_checkpointing=True, sparse=True)
     goes_on_bit_by_bit(process, f"{root}/qwen3-tied")
     small_micro_batches_on_one_rank_are_small_on_all(process, f"{root}/qwen3-tied")
+    moments = (0, "forward"), (1, "backward"), (0, "last")
+    goes_on_after_one_rank_ran_out_of_memory(process, f"{root}/qwen3-tied", moments, num_copies=2)
 
 
 def small_micro_batches_on_one_rank_are_small_on_all(process, folder):
@@ -150,6 +153,8 @@ def check_tensor_parallel(process, root):
     goes_on_bit_by_bit(process, f"{root}/qwen3", tensor_parallel_size=2, **in_16_bits)
     saved = Path(root) / "saved-2"
     loads_under_other_layouts(process, f"{root}/qwen3", saved, "tensor_parallel_size", (1, 2), **in_16_bits)
+    moments, split = ((1, "backward"), (0, "last")), {"tensor_parallel_size": 2}
+    goes_on_after_one_rank_ran_out_of_memory(process, f"{root}/qwen3-tied", moments, num_copies=1, **split)
 
 
 def check_sequence_parallel(process, root):

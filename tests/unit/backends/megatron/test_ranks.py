@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from broken_passes import goes_on_after_one_rank_ran_out_of_memory
 from policy_cases import run_ranks
 from rank_cases import equals_hugging_face, goes_on_bit_by_bit, make_worker, save_families
 
@@ -45,6 +46,19 @@ def check_megatron(process, root):
         equals_hugging_face(process, f"{root}/qwen3-moe", **megatron, **experts, **split, **{size: 2})
     with make_worker(process, f"{root}/qwen3", **megatron) as worker, pytest.raises(CheckpointError, match="tp2"):
         worker.load_checkpoint(Path(root) / "saved-2")
+
+    check_lack_of_memory(process, root, megatron, overlapped)
+
+
+def check_lack_of_memory(process, root, megatron, overlapped):
+    moments = (0, "forward"), (1, "backward"), (1, "last")
+    goes_on_after_one_rank_ran_out_of_memory(
+        process, f"{root}/qwen3-tied", moments, num_copies=2, **megatron, **overlapped
+    )
+    for key in ("tensor_parallel_size", "pipeline_model_parallel_size"):
+        goes_on_after_one_rank_ran_out_of_memory(
+            process, f"{root}/qwen3", moments, num_copies=1, **megatron, **{key: 2}
+        )
 
 
 def check_megatron_by_two_forms(process, root):
