@@ -73,7 +73,7 @@ KNOWN: Mapping[str, Gpu] = {
         "H100",
         int(79.2 * _GIB),
         GpuRates(
-            5.75e14,
+            7.5e14,
             2.8e12,
             55e9,
             55e9,
@@ -85,7 +85,7 @@ KNOWN: Mapping[str, Gpu] = {
         "H200",
         int(139.8 * _GIB),
         GpuRates(
-            5.75e14,
+            7.5e14,
             4.0e12,
             55e9,
             55e9,

@@ -21,10 +21,14 @@ from nemo_offload_rl.memory.transfers import Copies, copies_of_step
 from nemo_offload_rl.residency import PARAMS_PART, Phase
 from nemo_offload_rl.utils.flops import ModelSizes
 
-# Operations that the host launches for a layer's forward pass; a backward pass has twice as many.
-_LAYER_LAUNCHES = 200
+# Share of the rate of large products that the products of layers reach.
+_MATRIX_SHARE = 0.82
+# The same of attention, and forward passes that its backward pass is worth.
+_ATTENTION_SHARE, _ATTENTION_BACKWARD = 0.5, 2.5
+# Small operations that the host launches for a layer: forward and backward pass.
+_DTENSOR_LAUNCHES, _MEGATRON_LAUNCHES = (200, 780), (500, 420)
 # A layer of experts takes as many times more: router, sorting, exchange, grouped products.
-_EXPERT_LAYER_FACTOR = 3.5
+_EXPERT_LAYER_FACTOR = 2.2
 # Reads and writes of one position's logits in float32, in a forward pass.
 _LOGIT_PASSES = 8
 # Bytes that a micro-batch reads and writes for each parameter in addition to activations: casts, gradients.
@@ -32,7 +36,7 @@ _DTENSOR_BYTES = {"forward": 8, "training": 28}
 _MEGATRON_BYTES = {"forward": 2, "training": 14}
 # A call of a worker with its exchange, batching and sums.
 _CALL_S = 0.05
-# Share of a backward pass that recomputing modules (`selective`) adds to a pass of 3 forward passes' worth.
+# Share of a forward pass that recomputing modules (`selective`) takes.
 _SELECTIVE_SHARE = 0.15
 # One step of decoding: the engine's own, and for each of its sequences.
 _DECODE_S, _DECODE_SEQUENCE_S = 1.2e-3, 8.5e-6
@@ -177,27 +181,34 @@ class _Step:
         """Seconds of a micro-batch: of the GPU, or of the host that launches its kernels, whichever is slower."""
         rates, length, shape = self._rates, self._work.length, self._account.shape
         tokens = num_rows * length
+        flops_per_s = _MATRIX_SHARE * rates.matrix_flops
         # The head and its logits are not recomputed.
         head_flops = 2.0 * (shape.vocab_size or 0) * (shape.hidden_size or 0) * tokens
-        layer_flops = max(0.0, sizes.forward_flops([length] * num_rows) - self._num_embeddings * head_flops)
+        all_weights_flops = 2.0 * sizes.num_active * tokens
+        weight_flops = max(0.0, all_weights_flops - self._num_embeddings * head_flops)
+        attention_flops = sizes.forward_flops([length] * num_rows) - all_weights_flops
         logit_bytes = _LOGIT_PASSES * _LOGIT_BYTES * tokens * (shape.vocab_size or 0)
-        head_s = head_flops / rates.matrix_flops + logit_bytes / rates.memory_bytes_per_s
-        layers_s = layer_flops / rates.matrix_flops
-        factor = self._training_factor if is_training else 1.0
-        compute_s = (factor * layers_s + (3 if is_training else 1) * head_s) / self._ranks_per_copy
+        head_s = head_flops / flops_per_s + logit_bytes / rates.memory_bytes_per_s
+        weights_s, attention_s = weight_flops / flops_per_s, attention_flops / (_ATTENTION_SHARE * rates.matrix_flops)
+        forwards, backwards = (1.0 + self._recomputed, 1.0) if is_training else (1.0, 0.0)
+        # Frozen weights need no gradients.
+        weights_s *= forwards + backwards * (2.0 if self._account.groups["grads"] else 1.0)
+        attention_s *= forwards + backwards * _ATTENTION_BACKWARD
+        compute_s = (weights_s + attention_s + (3 if is_training else 1) * head_s) / self._ranks_per_copy
         bytes_each = (_MEGATRON_BYTES if self._on_megatron else _DTENSOR_BYTES)[
             "training" if is_training else "forward"
         ]
         held = sizes.num_parameters / (self._ranks_per_copy * self._expert_ranks)
         moved_s = bytes_each * held / rates.memory_bytes_per_s
         layers = sizes.num_layers / self._backend.model_parallel.pipeline
-        launch_s = factor * layers * _LAYER_LAUNCHES * rates.launch_s
+        of_forward, of_backward = _MEGATRON_LAUNCHES if self._on_megatron else _DTENSOR_LAUNCHES
+        launch_s = layers * (forwards * of_forward + backwards * of_backward) * rates.launch_s
         if shape.num_experts:
             launch_s *= _EXPERT_LAYER_FACTOR
         sums_s = 0.0
         if (tensor := self._backend.model_parallel.tensor) > 1:
             stream_bytes = _BF16_BYTES * tokens * (shape.hidden_size or 0) * (tensor - 1) / tensor
-            sums_s = factor * layers * _SUMS * stream_bytes / _PEER_BYTES_PER_S
+            sums_s = (forwards + 2 * backwards) * layers * _SUMS * stream_bytes / _PEER_BYTES_PER_S
         return max(compute_s + moved_s + sums_s, launch_s)
 
     @property
@@ -211,15 +222,13 @@ class _Step:
         return backend.expert_model_parallel_size if isinstance(backend, MegatronConfig) else 1
 
     @property
-    def _training_factor(self) -> float:
-        """Forward passes that forward and backward of the layers are worth."""
+    def _recomputed(self) -> float:
+        """Share of a forward pass that is computed again in training."""
         backend = self._backend
-        # Frozen weights need no gradients.
-        kept = 3.0 if self._account.groups["grads"] else 2.0
         if not backend.activation_checkpointing:
-            return kept
+            return 0.0
         is_selective = isinstance(backend, MegatronConfig) and backend.recompute_granularity == "selective"
-        return kept + (_SELECTIVE_SHARE if is_selective else 1.0)
+        return _SELECTIVE_SHARE if is_selective else 1.0
 
     def _update_s(self) -> float:
         """Read gradients, read and write parameters and states."""
