@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -147,13 +147,8 @@ def _resolve(
     from nemo_offload_rl.config.nemo_rl import is_nemo_rl
     from nemo_offload_rl.config.validate import missing_key_message
     from nemo_offload_rl.keys.policy import AUTO, AUTO_KEYS
-    from nemo_offload_rl.keys.section import fill_defaults
     from nemo_offload_rl.targets import with_whole_paths
     from nemo_offload_rl.utils.config import is_text_at, load_config
-
-    def fill(keys: dict[str, Any]) -> None:
-        if algorithm.name in keys and not is_nemo_rl(keys):
-            fill_defaults(algorithm.keys, keys)
 
     def replace_auto(config: DictConfig) -> None:
         policy = config.get("policy")
@@ -163,7 +158,7 @@ def _resolve(
 
     path = "the dictionary" if isinstance(source, Mapping) else source
     missing, is_text = partial(missing_key_message, algorithm.keys), partial(takes_text, algorithm.keys)
-    raw = load_config(source, overrides, missing, fill, is_text, replace_auto)
+    raw = load_config(source, overrides, missing, _filling(algorithm.name), is_text, replace_auto)
     if is_nemo_rl(raw):
         from nemo_offload_rl.migrate import migrate
 
@@ -178,6 +173,20 @@ def _resolve(
             f"the configuration of a run of {algorithm.name}"
         )
     return with_whole_paths(_with_home(raw), Path(path).parent)
+
+
+@cache
+def _filling(name: str) -> Callable[[dict[str, Any]], None]:
+    """Return the function that sets the keys of an algorithm which a file of this package leaves out."""
+    from nemo_offload_rl.config.algorithms import ALGORITHMS
+    from nemo_offload_rl.config.nemo_rl import is_nemo_rl
+    from nemo_offload_rl.keys.section import fill_defaults
+
+    def fill(keys: dict[str, Any]) -> None:
+        if name in keys and not is_nemo_rl(keys):
+            fill_defaults(ALGORITHMS[name].keys, keys)
+
+    return fill
 
 
 def _with_home(node: Any) -> Any:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import difflib
 import os
+import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -79,10 +80,7 @@ def load_config(
         ConfigError: The file, an override or an interpolation is wrong.
     """
     _register_resolvers()
-    file = _from_mapping(source) if isinstance(source, Mapping) else load_unresolved(source)
-    config = _filled(file, fill)
-    if config is file and fill is not None:  # overrides change it, and ask what the file says
-        config = copy.deepcopy(file)
+    file, config = _from_mapping(source, fill) if isinstance(source, Mapping) else _from_file(source, fill)
     if isinstance(overrides, Mapping):
         for key, value in overrides.items():
             _set(config, key, value)
@@ -103,8 +101,9 @@ def _filled(config: DictConfig, fill: Callable[[dict[str, Any]], None] | None) -
     if fill is None:
         return config
     keys = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
+    before = copy.deepcopy(keys)
     fill(keys)
-    return config if keys == OmegaConf.to_container(config, resolve=False) else OmegaConf.create(keys)
+    return config if keys == before else OmegaConf.create(keys)
 
 
 def is_text_at(section: Any, key: str, text: str) -> bool:
@@ -116,7 +115,7 @@ def is_text_at(section: Any, key: str, text: str) -> bool:
 
 def load_unresolved(path: str | Path) -> DictConfig:
     """Read a file with its `defaults:`, without resolving interpolations."""
-    return _load_with_defaults(_find_file(Path(), str(path)), seen=())
+    return _from_file(path, None)[0]
 
 
 def nearest_keys(name: str, known: Iterable[str]) -> list[str]:
@@ -254,21 +253,78 @@ def _all_from_environment(value: Any, written: str) -> Any:
 # ---------------------------------------------------------------- files
 
 
-def _load_with_defaults(path: Path, seen: tuple[Path, ...]) -> DictConfig:
+class _Files:
+    """The files that a configuration is made of.
+
+    Attributes:
+        texts: The text of each.
+        absent: Paths at which a file would have been read instead of an exemplar.
+    """
+
+    def __init__(self) -> None:
+        self.texts: dict[Path, str] = {}
+        self.absent: set[Path] = set()
+
+    def read(self, path: Path) -> str:
+        text = self.texts[path.absolute()] = path.read_text(encoding="utf-8")
+        return text
+
+    def are_unchanged(self) -> bool:
+        try:
+            is_same = all(path.read_text(encoding="utf-8") == text for path, text in self.texts.items())
+        except (OSError, UnicodeDecodeError):
+            return False
+        return is_same and not any(path.exists() for path in self.absent)
+
+
+# The last files that were loaded, and what became of each without and with `fill`, pickled: OmegaConf takes ten times
+# longer to make or copy a configuration than pickle to read it.
+_loaded: dict[tuple[Path, Any], tuple[_Files, tuple[bytes, bytes]]] = {}
+_MAX_LOADED = 64
+
+
+def _from_file(path: str | Path, fill: Callable[[dict[str, Any]], None] | None) -> tuple[DictConfig, DictConfig]:
+    """Return the configuration of a file, as it is and with `fill`; nobody else has these two."""
+    files = _Files()
+    found = _find_file(Path(), str(path), files)
+    key = (found.absolute(), fill)
+    if key not in _loaded or not _loaded[key][0].are_unchanged():
+        both = _pickled(_load_with_defaults(found, (), files), fill)
+        _loaded.pop(key, None)
+        if len(_loaded) == _MAX_LOADED:
+            del _loaded[next(iter(_loaded))]
+        _loaded[key] = (files, both)
+    file, filled = _loaded[key][1]
+    return pickle.loads(file), pickle.loads(filled)
+
+
+def _from_mapping(
+    source: Mapping[str, Any], fill: Callable[[dict[str, Any]], None] | None
+) -> tuple[DictConfig, DictConfig]:
+    """Return the configuration of a dictionary, as it is and with `fill`."""
+    file, filled = _pickled(_mapping_with_defaults(source), fill)
+    return pickle.loads(file), pickle.loads(filled)
+
+
+def _pickled(config: DictConfig, fill: Callable[[dict[str, Any]], None] | None) -> tuple[bytes, bytes]:
+    return pickle.dumps(config), pickle.dumps(_filled(config, fill))
+
+
+def _load_with_defaults(path: Path, seen: tuple[Path, ...], files: _Files) -> DictConfig:
     resolved_path = path.resolve()
     if resolved_path in seen:
         chain = " -> ".join(p.name for p in (*seen, resolved_path))
         raise ConfigError(f"{path}: `defaults` form a circle ({chain}); remove one of them")
-    return _with_defaults(_read_yaml(path), path, (*seen, resolved_path))
+    return _with_defaults(_read_yaml(path, files), path, (*seen, resolved_path), files)
 
 
-def _from_mapping(source: Mapping[str, Any]) -> DictConfig:
+def _mapping_with_defaults(source: Mapping[str, Any]) -> DictConfig:
     try:
         config = OmegaConf.create(_plain(source))
     except OmegaConfBaseException as error:
         raise ConfigError(f"the dictionary is no configuration: {first_line(error)}") from error
     assert isinstance(config, DictConfig)
-    return _with_defaults(config, Path("the dictionary"), ())
+    return _with_defaults(config, Path("the dictionary"), (), _Files())
 
 
 def _plain(value: Any) -> Any:
@@ -284,7 +340,7 @@ def _plain(value: Any) -> Any:
             return value
 
 
-def _with_defaults(own: DictConfig, path: Path, seen: tuple[Path, ...]) -> DictConfig:
+def _with_defaults(own: DictConfig, path: Path, seen: tuple[Path, ...], files: _Files) -> DictConfig:
     parents = own.pop("defaults", None)
     if parents is None:
         parents = []
@@ -294,12 +350,12 @@ def _with_defaults(own: DictConfig, path: Path, seen: tuple[Path, ...]) -> DictC
         raise ConfigError(f"{path}: `defaults` is {parents!r}; write the path of a YAML file or a list of paths")
     config = None
     for name in parents:
-        config = _merge(config, _load_with_defaults(_find_file(path.parent, name), seen))
+        config = _merge(config, _load_with_defaults(_find_file(path.parent, name, files), seen, files))
     _apply_marks(config, own)
     return _merge(config, own)
 
 
-def _find_file(folder: Path, name: str) -> Path:
+def _find_file(folder: Path, name: str, files: _Files) -> Path:
     """Return the file `name`, relative to a folder, or the exemplar of that name.
 
     Raises:
@@ -310,19 +366,20 @@ def _find_file(folder: Path, name: str) -> Path:
         return path
     is_name = Path(name).name == name
     if is_name and (EXEMPLARS / name).is_file():
+        files.absent.add(path.absolute())
         return EXEMPLARS / name
-    files = {file.stem: file for place in (EXEMPLARS, path.parent) for file in sorted(place.glob("*.y*ml"))}
-    close = difflib.get_close_matches(path.stem, files, n=1)
-    hint = f"did you mean {files[close[0]]}?" if close else "check the path"
+    others = {file.stem: file for place in (EXEMPLARS, path.parent) for file in sorted(place.glob("*.y*ml"))}
+    close = difflib.get_close_matches(path.stem, others, n=1)
+    hint = f"did you mean {others[close[0]]}?" if close else "check the path"
     places = f"{path.parent.absolute()}" + (f" and among the package's in {EXEMPLARS}" if is_name else "")
     raise ConfigError(f"{path}: no such configuration file in {places}; {hint}")
 
 
-def _read_yaml(path: Path) -> DictConfig:
+def _read_yaml(path: Path, files: _Files) -> DictConfig:
     if path.is_dir():
         raise ConfigError(f"{path} is a folder; give a YAML file")
     try:
-        loaded = yaml.load(path.read_text(encoding="utf-8"), _yaml_loader())
+        loaded = yaml.load(files.read(path), _yaml_loader())
         if loaded is not None and not isinstance(loaded, dict):
             raise ConfigError(
                 f"{path}: holds a list or a single value; write a configuration, which is a mapping of sections"

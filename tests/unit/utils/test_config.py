@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import re
 import textwrap
@@ -15,7 +16,7 @@ from setuptools import find_namespace_packages
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.section import as_used, as_written
-from nemo_offload_rl.utils.config import EXEMPLARS, _apply_override, _read_yaml, load_config, nearest_key
+from nemo_offload_rl.utils.config import EXEMPLARS, _apply_override, _Files, _read_yaml, load_config, nearest_key
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -100,6 +101,20 @@ def test_a_child_goes_over_its_parent_and_keeps_the_rest(tmp_path: Path) -> None
     write(tmp_path, "base/parent.yaml", "a: {x: 1, y: 2}\nb: [1, 2]\n")
     path = write(tmp_path, "child.yaml", "defaults: base/parent.yaml\na: {y: 3}\nb: [4]\n")
     assert load_config(path) == {"a": {"x": 1, "y": 3}, "b": [4]}
+
+
+def test_what_was_loaded_before_changes_nothing_and_changed_files_are_read_again(tmp_path: Path) -> None:
+    parent = write(tmp_path, "parent.yaml", "a: {x: 1, y: [2]}\n")
+    path = write(tmp_path, "child.yaml", "defaults: parent.yaml\nb: 1\n")
+    assert load_config(path, ["a.x=7", "+c=1", "a.y.0=3"]) == {"a": {"x": 7, "y": [3]}, "b": 1, "c": 1}
+    load_config(path)["a"]["y"].append(4)
+    assert load_config(path) == {"a": {"x": 1, "y": [2]}, "b": 1}
+    state = parent.stat()
+    parent.write_text("a: {x: 2, y: [2]}\n")
+    os.utime(parent, ns=(state.st_atime_ns, state.st_mtime_ns))
+    assert load_config(path) == {"a": {"x": 2, "y": [2]}, "b": 1}
+    parent.unlink()
+    assert "no such configuration file" in message(path)
 
 
 def test_of_several_parents_the_later_one_wins(tmp_path: Path) -> None:
@@ -188,7 +203,7 @@ def test_a_list_is_no_configuration(tmp_path: Path) -> None:
 def test_yaml_is_read_as_omegaconf_reads_it(tmp_path: Path) -> None:
     kinds = "{a: [1e-8, 0x1f, 1_0, yes, 2001-01-01, ~, !!str 1], b: &b {c: .inf}, d: *b, e: {<<: *b, 1: '1'}}"
     for path in (write(tmp_path, "kinds.yaml", kinds), *EXEMPLARS.glob("*.yaml")):
-        assert repr(_read_yaml(path)) == repr(OmegaConf.load(path))
+        assert repr(_read_yaml(path, _Files())) == repr(OmegaConf.load(path))
 
 
 def test_an_unknown_reference_names_the_nearest_key(small: Path) -> None:
