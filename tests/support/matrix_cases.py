@@ -198,19 +198,25 @@ def trains_like_plain_torch(row: Row, root: Path, model: Any, scores_BS: Tensor)
         trained = checkpoint_names(row, weights_of(worker))
         assert_close(trained, checkpoint_tensors(model))
         worker.export_hf(root / "hf")
+        if row.packs:  # otherwise the next worker goes on from it
+            goes_on_from(worker, row, root / "saved", results[1:], trained)
     exported = hf_model(root / "hf")
     assert_equal(checkpoint_tensors(exported), trained)
     assert not getattr(exported.config, "num_nextn_predict_layers", 0)  # whose tensors are not there
-    with row.worker(root / "hf") as worker:
+    with row.worker(root / "hf", **({"sequence_packing": PACKING} if row.packs else {})) as worker:
+        has_gradients_of(exported, row, worker)
         if not row.packs:
-            has_gradients_of(exported, row, worker)
             worker.zero_grad()
-        worker.load_checkpoint(root / "saved")
-        assert steps(worker, BATCHES[1:]) == results[1:]
-        assert_equal(checkpoint_names(row, weights_of(worker)), trained)
-    if row.packs:
-        with row.worker(root / "hf", sequence_packing=PACKING) as worker:
-            has_gradients_of(exported, row, worker)
+            goes_on_from(worker, row, root / "saved", results[1:], trained)
+
+
+def goes_on_from(
+    worker: PolicyWorker, row: Row, saved: Path, results: Sequence[TrainResult], trained: Mapping[str, Tensor]
+) -> None:
+    """After a checkpoint is loaded, steps have these results and leave these weights, bit by bit."""
+    worker.load_checkpoint(saved)
+    assert steps(worker, BATCHES[-len(results) :]) == results
+    assert_equal(checkpoint_names(row, weights_of(worker)), trained)
 
 
 def has_gradients_of(model: Any, row: Row, worker: PolicyWorker) -> None:

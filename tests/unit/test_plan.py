@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import runpy
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
@@ -220,28 +220,26 @@ def test_a_micro_batch_that_does_not_fit_is_refused_with_the_keys_that_make_it_s
     assert 64 % size == 0
 
 
-def test_the_command_prints_the_plan_and_its_status_says_whether_it_fits(tmp_path, capsys):
+def test_the_command_prints_the_plan_and_its_status_says_whether_it_fits(tmp_path, capfd, monkeypatch):
     override = write_config(tmp_path, "Qwen3-8B")
     argv = ["--config", str(ROOT / "benchmarks" / "large_model_8b.yaml"), override]
-    done = subprocess.run(
-        [sys.executable, "-m", "nemo_offload_rl.plan", *argv, "--gpu", "H200", "--host-gib", "64"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (2, "")
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:  # as `python -m` does
+        patch.setattr(sys, "argv", ["plan", *argv, "--gpu", "H200", "--host-gib", "64"])
+        runpy.run_module("nemo_offload_rl.plan", run_name="__main__")
+    too_small = capfd.readouterr()
+    assert (ended.value.code, too_small.err) == (2, "")
     page = tmp_path / "plan.html"
     assert main([*argv, "--gpu", "NVIDIA H200", "--gpus", "1", "--host-gib", "125.9", "--html", str(page)]) == 0
     assert page.read_text().count("<svg") == 2
     with pytest.raises(ConfigError, match="cannot be written: Is a directory"):
         main([*argv, "--gpu", "H200", "--html", str(tmp_path)])
-    for text, fits in ((done.stdout, False), (capsys.readouterr().out, True)):
+    for text, fits in ((too_small.out, False), (capfd.readouterr().out, True)):
         assert text.startswith("8.19 B parameters; residency plan of each policy worker:\ngroup")
         assert " s a step of 64 sequences of 528 tokens" in text
         assert ("does not fit: " in text) != fits == ("\nfits: " in text)
     # Without a config.json or rates of the GPU, seconds are unknown; without --host-gib, main memory is not compared.
     assert main([*argv[:2], "--gpu-gib=139.8", "--parameters=8.19B", "--json"]) == 0
-    read = json.loads(capsys.readouterr().out)
+    read = json.loads(capfd.readouterr().out)
     assert read["fits"] and read["step_s"] is None
     assert read["phases"]["TRAINING"]["gib"]["params"] == pytest.approx(4 * 8.19e9 / GIB, abs=0.1)
     assert sum(read["host_gib"].values()) > 64

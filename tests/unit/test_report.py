@@ -9,7 +9,7 @@ import pytest
 from documented_metrics import documented, without_match
 
 from nemo_offload_rl.errors import DataError
-from nemo_offload_rl.report import read_metrics, write_report
+from nemo_offload_rl.report import Metrics, read_metrics, write_report
 from nemo_offload_rl.report.__main__ import main
 from nemo_offload_rl.report.figures import SECTIONS, Layers, Lines, phase_layers, residency_layers
 from nemo_offload_rl.report.page import band, residency_rows, summary
@@ -134,9 +134,21 @@ METRICS_OF_FIGURES = [
 ]
 
 
-@pytest.mark.parametrize(("title", "name"), METRICS_OF_FIGURES)
-def test_one_metric_is_enough_for_its_figure_and_makes_no_other(tmp_path: Path, title: str, name: str) -> None:
-    assert titles_of(write_report(write_metrics(tmp_path, {"step": 1, name: 0.5}))) == [title]
+def test_one_metric_is_enough_for_its_figure_and_makes_no_other(tmp_path: Path) -> None:
+    figures = [figure for of_section in SECTIONS.values() for figure in of_section]
+
+    def left_in(metrics: Metrics) -> list[str]:
+        found = [
+            figure.measured(metrics) if isinstance(figure, Lines) else figure.layers(metrics) for figure in figures
+        ]
+        return [figure.title for figure, what in zip(figures, found, strict=True) if what]
+
+    for title, name in METRICS_OF_FIGURES:
+        assert left_in(read_metrics(write_metrics(tmp_path / name, {"step": 1, name: 0.5}))) == [title], name
+    # The loss of SFT is left out where there is a reward.
+    every = write_metrics(tmp_path / "every", {"step": 1, **{name: 0.5 for _, name in METRICS_OF_FIGURES}})
+    assert titles_of(write_report(every)) == left_in(read_metrics(every))
+    assert {title for title, _ in METRICS_OF_FIGURES} - set(left_in(read_metrics(every))) == {"Loss"}
 
 
 def test_metrics_of_figures_are_documented() -> None:
