@@ -81,7 +81,7 @@ def rank_main(rank: int, num_ranks: int, foresees: bool, run: Run, variant: Vari
     """One of several processes; writes its results into a file."""
     if run.device == "cpu":
         sys.path.append(str(Path(__file__).parents[1] / "tests/support"))
-        from abortable_gloo import use_abortable_gloo
+        from abortable_gloo import use_abortable_gloo  # pyright: ignore[reportMissingImports]
 
         use_abortable_gloo()
     from nemo_offload_rl.backends.ranks import join_process_group
