@@ -23,7 +23,7 @@ from nemo_offload_rl.report.figures import (
     phase_layers,
     read_metrics,
 )
-from nemo_offload_rl.report.plot import draw, draw_memory, layer_colors, memory_samples, svg
+from nemo_offload_rl.report.plot import draw, draw_memory, layer_colors, memory_samples, planned_peaks, svg
 from nemo_offload_rl.report.template import BODY, HEAD, SCRIPT, STYLE
 from nemo_offload_rl.utils.logger import SAMPLES_FOLDER
 
@@ -165,8 +165,8 @@ def sections(run_dir: Path, metrics: Metrics) -> list[Section]:
     found = [Section(title, _drawn(figures, metrics)) for title, figures in SECTIONS.items()]
     samples = memory_samples(run_dir)
     if samples:
-        title = "GPU memory by owner"
-        found.append(Section("Memory", [(title, svg(title, lambda axes: draw_memory(axes, samples)))]))
+        title, planned = "GPU memory by owner", planned_peaks(metrics)
+        found.append(Section("Memory", [(title, svg(title, lambda axes: draw_memory(axes, samples, planned)))]))
     moved = bytes_moved(metrics)
     if moved == 0:
         found.append(Section("Residency", note="Nothing moved: no byte was copied or freed between device and host."))

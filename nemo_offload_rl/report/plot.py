@@ -10,7 +10,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -237,6 +237,16 @@ _OWNER_COLORS = {"engine": "#efb118", "policy": "#4269d0", "other": "#9498a0"}
 _OTHER_COLOR = "#ff725c"
 _PHASE_COLORS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2")
 _BAND_ALPHA = 0.2  # on light and dark pages
+_PLANNED_COLOR = "#e5484d"
+# Phases of the plan that are inside a timed phase.
+_PLANNED = {
+    "generation": ("generation",),
+    "logprobs": ("lp_inference",),
+    "reference_logprobs": ("lp_inference",),
+    "refit": ("refit",),
+    "teacher": ("teacher_inference",),
+    "training": ("training", "optim_step"),
+}
 
 
 @dataclass(frozen=True)
@@ -288,12 +298,23 @@ def memory_samples(run_dir: Path) -> list[MemorySample]:
     return samples if len(samples) > 1 else []
 
 
-def draw_memory(axes: Axes, samples: Sequence[MemorySample]) -> list[Drawn]:
-    """Draw GiB by owner over time, on bands of the phases.
+def planned_peaks(metrics: Metrics) -> dict[str, float]:
+    """Return the planned peak of a GPU in GiB by timed phase, as logged last; empty if the run logged none."""
+    logged = {name: value for values in metrics.by_step.values() for name, value in values.items()}
+    peaks: dict[str, float] = {}
+    for phase, parts in _PLANNED.items():
+        if values := [logged[name] for part in parts if (name := f"plan/{part}_gib") in logged]:
+            peaks[phase] = max(values)
+    return peaks
+
+
+def draw_memory(axes: Axes, samples: Sequence[MemorySample], planned: Mapping[str, float]) -> list[Drawn]:
+    """Draw GiB by owner over time, on bands of the phases, and the peaks that were planned.
 
     Args:
         axes: Empty; artists with a label appear in the legend.
         samples: Two or more.
+        planned: Result of `planned_peaks`.
     """
     times = [sample.t_s - samples[0].t_s for sample in samples]
     measured = {owner for sample in samples for owner in sample.gib}
@@ -308,9 +329,17 @@ def draw_memory(axes: Axes, samples: Sequence[MemorySample]) -> list[Drawn]:
         color = bands.setdefault(phase, _PHASE_COLORS[len(bands) % len(_PHASE_COLORS)])
         end = min(indices[-1] + 1, len(times) - 1)
         axes.axvspan(times[indices[0]], times[end], color=color, alpha=_BAND_ALPHA, zorder=0, linewidth=0, label=label)
+    peaks = [planned.get(sample.phase, math.nan) for sample in samples]
+    known = [index for index, peak in enumerate(peaks) if math.isfinite(peak)]
+    if known:
+        axes.plot(times, peaks, color=_PLANNED_COLOR, linestyle="--", drawstyle="steps-post", label="planned peak")
     axes.set_xlim(times[0], times[-1])
     axes.set_ylim(bottom=0)
     axes.set_xlabel("seconds")
     axes.set_ylabel("GiB")
     names = [f"{time:.1f}, {sample.phase}" for time, sample in zip(times, samples, strict=True)]
-    return [Drawn(*part, names=names) for part in zip(owners, colors, [times] * len(owners), layers, strict=True)]
+    drawn = [Drawn(*part, names=names) for part in zip(owners, colors, [times] * len(owners), layers, strict=True)]
+    if known:
+        x, y = [times[index] for index in known], [peaks[index] for index in known]
+        drawn.append(Drawn("planned peak", _PLANNED_COLOR, x, y, [names[index] for index in known]))
+    return drawn

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+from html import unescape
 
 from nemo_offload_rl.report import write_report
 from nemo_offload_rl.report.plot import memory_samples, read_samples
@@ -53,4 +54,17 @@ def test_an_owner_that_comes_later_is_drawn(tmp_path):
     write_metrics(tmp_path)
     rows = [(0.0, 1, "refit", {"a": {"policy": 1.0}}), (0.2, 1, "refit", {"a": {"policy": 1.0, "engine": 2.0}})]
     write(tmp_path, rows)
-    assert ">engine<" in write_report(tmp_path).read_text()
+    html = write_report(tmp_path).read_text()
+    assert ">engine<" in html and "planned peak" not in html
+
+
+def test_planned_peaks_are_drawn_over_the_phases_that_they_are_of(tmp_path):
+    planned = {"plan/training_gib": 5.0, "plan/optim_step_gib": 6.5, "plan/refit_gib": 2.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "timing/total_s": 1.0, **planned}) + "\n")
+    gib = {"a": {"policy": 1.0}}
+    write(tmp_path, [(float(i), 1, phase, gib) for i, phase in enumerate(("refit", "between", "training"))])
+    values = [
+        json.loads(unescape(it)) for it in re.findall('data-values="([^"]*)"', write_report(tmp_path).read_text())
+    ]
+    (drawn,) = (line for each in values for line in each["lines"] if line["label"] == "planned peak")
+    assert drawn["y"] == [2.0, 6.5]
