@@ -31,6 +31,9 @@ LOCK := $(UV) pip compile pyproject.toml -c requirements/constraints.in --python
 IMAGE ?= nemo-offload-rl:latest
 BUILD = $(PYTHON) requirements/build.py --pip .tools/bin/python --uv $(UV) $(BUILD_ARGUMENTS)
 
+# Where it is set, as in many images, each process of tests would compile all modules and rewrite all assertions again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo demo-sft test lint house test-cpu test-fast test-models test-gpu setup setup-gpu flash-attn image docs lock clean
 
 demo: setup

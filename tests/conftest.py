@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 # Before torch is imported: processes of tests side by side, each with a thread for every core, wait for each other.
@@ -47,9 +48,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of folders and files as a whole."""
     for item in items:
-        for marker, names in MARKED.items():
-            if any(item.path.is_relative_to(TESTS / name) for name in names):
-                item.add_marker(marker)
+        for marker in markers_of(item.path):
+            item.add_marker(marker)
+
+
+@cache
+def markers_of(path: Path) -> list[str]:
+    """Return the markers of all tests in a file."""
+    return [marker for marker, names in MARKED.items() if any(path.is_relative_to(TESTS / name) for name in names)]
 
 
 def pytest_configure() -> None:
