@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 import re
@@ -225,7 +226,7 @@ def test_the_command_prints_the_plan_and_its_status_says_whether_it_fits(tmp_pat
     argv = ["--config", str(ROOT / "benchmarks" / "large_model_8b.yaml"), override]
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:  # as `python -m` does
         patch.setattr(sys, "argv", ["plan", *argv, "--gpu", "H200", "--host-gib", "64"])
-        runpy.run_module("nemo_offload_rl.plan", run_name="__main__")
+        runpy.run_path(inspect.getfile(plan_run), run_name="__main__")
     too_small = capfd.readouterr()
     assert (ended.value.code, too_small.err) == (2, "")
     page = tmp_path / "plan.html"
