@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 _CHECK_PERIOD_S = 1.0  # for processes of this host; a GCS on another host is checked less often
 _GCS_CHECK_PERIOD_S = 10.0
+_AGENTS_OF_RAYLET = 2  # of the dashboard and of runtime environments
 _GCS_TIMEOUT_S = 2.0
 _TOKEN_BYTES = 32
 
@@ -51,18 +52,29 @@ class Daemons:
         self._period_s = _CHECK_PERIOD_S if started else _GCS_CHECK_PERIOD_S
         self._checked_s = time.monotonic()
         self._is_told = False
-        for process in started:
-            with suppress(psutil.NoSuchProcess):
-                if process.name() == "raylet":
-                    self._processes += [(child.name(), child) for child in process.children() if _is_agent(child)]
+        self._agents: dict[int, tuple[str, psutil.Process]] = {}  # by process number
         for process in started:
             with suppress(psutil.NoSuchProcess):
                 if process.name() in ("raylet", "gcs_server"):
                     self._processes.append((process.name(), process))
+        self._look_for_agents()
+
+    def _look_for_agents(self) -> None:
+        """Find the agents of each raylet; on a busy host they start, and get their names, some time after it."""
+        raylets = [process for name, process in self._processes if name == "raylet"]
+        named = [name for name, _ in self._agents.values() if name.startswith("ray::")]
+        if len(named) >= _AGENTS_OF_RAYLET * len(raylets):
+            return
+        for raylet in raylets:
+            with suppress(psutil.NoSuchProcess):
+                for child in raylet.children():
+                    if _is_agent(child):
+                        self._agents[child.pid] = (child.name(), child)
 
     def ended(self) -> str | None:
         """Return the first daemon that has ended, causes before consequences; None while all run."""
-        for name, process in self._processes:
+        self._look_for_agents()
+        for name, process in [*self._agents.values(), *self._processes]:
             if not _runs(process):
                 return f"Ray's {name} (process {process.pid})"
         if self._gcs_address and not _listens(self._gcs_address):
@@ -125,6 +137,8 @@ def start_ray(settings: ClusterConfig, log_to_driver: bool) -> list[psutil.Proce
     # At 15, Ray's default, other programs of the machine go first. With two busy loops on 2 CPUs the engine was ready
     # after 464 s and three steps took 17.0 s; at 0 after 60 s, and they took 5.1 s.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # Ray gives up a host that does not answer for 15 s, as a busy one may. `Daemons` sees here whether a process ended.
+    os.environ.setdefault("RAY_health_check_failure_threshold", "100")
     _write_token()
     try:
         return _start_here(common)

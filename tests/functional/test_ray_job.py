@@ -42,6 +42,7 @@ def dashboard() -> Iterator[str]:
         f"--dashboard-agent-listen-port={find_free_port(22000, 22249)}",
     ]  # fmt: skip
     variables = {**os.environ, **TOKEN, "OMP_NUM_THREADS": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1"}
+    variables["RAY_health_check_failure_threshold"] = "100"  # of a busy machine: Ray gives up a host after 15 s
     variables |= {**forked_workers.variables(), "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])}
     log = Path(folder) / "start.log"
     with log.open("w") as sink:
