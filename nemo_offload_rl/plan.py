@@ -315,7 +315,7 @@ def search_of(plan: Plan, rules: RuleSet[Any]) -> Search:
     margin_bytes = int(TOLERANCE * plan.target.gpu.memory_bytes) if plan.counts_passes else 0
 
     def short_bytes(account: Account) -> int:
-        short = sum(max(0, margin_bytes - use.left_bytes) for use in account.phases)
+        short = sum(max(0, (margin_bytes if use.pass_bytes else 0) - use.left_bytes) for use in account.phases)
         owners = _owners(account, account.cfg.cluster.workers_per_node)
         short += max(0, sum(owners.values()) - (plan.target.host_bytes or _NO_LIMIT_BYTES))
         return short + len(broken(rules.memory, account))  # a rule may be broken where no bytes are short
