@@ -257,10 +257,10 @@ def _signals_as_exit() -> Iterator[None]:
     try:
         with _handling(heard, leave):
             yield
-    except SystemExit:
+    except SystemExit as left:
         # A wait inside Ray turns every SystemExit into one of status 1.
         if status:
-            raise SystemExit(status[0]) from None
+            left.code = status[0]  # its notes say how to go on
         raise
 
 

@@ -15,7 +15,13 @@ import pytest
 from echo_workers import EchoWorker, cpu_cluster
 from forked import Script
 
-from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster, _exit_status, cluster_session, find_free_port
+from nemo_offload_rl.distributed.virtual_cluster import (
+    VirtualCluster,
+    _exit_status,
+    _signals_as_exit,
+    cluster_session,
+    find_free_port,
+)
 from nemo_offload_rl.distributed.worker_group import RayWorkerGroup, WorkerSpec
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.generation.vllm.engine_args import vllm_env
@@ -139,6 +145,17 @@ def test_a_daemon_that_dies_ends_the_run_with_one_line(tmp_path: Path, daemon: s
 )
 def test_without_ray_a_run_ends_with_the_status_that_it_would_have(error: BaseException | None, status: int) -> None:
     assert _exit_status(error) == status
+
+
+def test_a_signal_decides_the_status_and_keeps_what_the_run_says_last() -> None:
+    with pytest.raises(SystemExit) as left, _signals_as_exit():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except SystemExit as error:
+            error.add_note("how to go on")
+            error.code = 1  # as a wait inside Ray makes it
+            raise
+    assert (left.value.code, left.value.__notes__) == (143, ["how to go on"])
 
 
 def test_sockets_are_in_tmp_if_their_paths_would_be_too_long_elsewhere() -> None:
