@@ -87,7 +87,7 @@ class AsleepEngine(VllmEngineBase):
             answers.append(getattr(RefitExtension(), method)(*args))
         return answers
 
-    _generate = _wake_up = _sleep = _reset_prefix_cache = shutdown = None
+    _generate = _begin = _take_finished = _wake_up = _sleep = _reset_prefix_cache = shutdown = None
 
 
 def test_an_engine_has_room_for_what_others_allocate_next_if_all_of_its_workers_have(gpu, monkeypatch):

