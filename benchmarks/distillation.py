@@ -26,6 +26,15 @@ VARIANTS: dict[str, list[str]] = {
     "whole": ["distillation.topk_logits_k=null"],
     "megatron": [],
 }
+ARITHMETIC = [
+    "data.max_input_seq_length=16",
+    "~data.train",
+    "+data.train={dataset_name: arithmetic, num_digits: 2, operators: ['+'], size: 4000, holdout: 64, seed: 42}",
+    "data.default.prompt_file=null",
+    "data.default.env_name=arithmetic",
+    "~env",
+    "+env={arithmetic: {num_workers: 0}}",
+]
 SHARED = [
     "distillation.num_prompts_per_step=64",
     "distillation.max_num_epochs=1000",
@@ -36,13 +45,7 @@ SHARED = [
     "policy.generation.max_new_tokens=512",
     "policy.logprob_batch_size=16",
     "policy.train_micro_batch_size=16",
-    "data.max_input_seq_length=16",
-    "~data.train",
-    "+data.train={dataset_name: arithmetic, num_digits: 2, operators: ['+'], size: 4000, holdout: 64, seed: 42}",
-    "data.default.prompt_file=null",
-    "data.default.env_name=arithmetic",
-    "~env",
-    "+env={arithmetic: {num_workers: 0}}",
+    *ARITHMETIC,
     "checkpointing.enabled=false",
 ]
 ON_CPU = [

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from common import ROOT, make_model, measured_with, steps_in, write_result
+from distillation import ARITHMETIC
 from qwen3_shapes import TIED
 
 EXAMPLES, BENCHMARKS = ROOT / "examples" / "configs", ROOT / "benchmarks"
@@ -167,13 +168,7 @@ def _rollout_keys(case: Case) -> list[str]:
         "distillation.val_period=0",
         f"policy.max_total_sequence_length={case.length}",
         "policy.generation.max_new_tokens=1024",
-        "data.max_input_seq_length=16",
-        "~data.train",
-        "+data.train={dataset_name: arithmetic, num_digits: 2, operators: ['+'], size: 4000, holdout: 64, seed: 42}",
-        "data.default.prompt_file=null",
-        "data.default.env_name=arithmetic",
-        "~env",
-        "+env={arithmetic: {num_workers: 0}}",
+        *ARITHMETIC,
     ]
 
 
@@ -324,8 +319,7 @@ def _measure(arguments: argparse.Namespace, name: str, out: Path, models: Path) 
     steps = [{key: value for key, value in step.items() if key.startswith(KEPT)} for step in steps_in(out / name)]
     if end != "status 0":
         lines = log.read_text(errors="replace").splitlines()
-        end += ": " + " | ".join(line for line in lines[-3:])[-400:]
-        print(f"{name}: {end}", flush=True)
+        print(f"{name}: {end}: {' | '.join(lines[-3:])[-400:]}", flush=True)
     return {"end": end, "steps": steps}
 
 

@@ -351,7 +351,8 @@ class Account:
     def _held(self) -> Mapping[Phase, frozenset[str]]:
         """Rows of the plan whose groups are on the GPU from the start of each phase of the run."""
         stages = self.stages
-        if isinstance(self.cfg, DpoMasterConfig) and Stage.REFERENCE not in stages:  # all of them before the first step
+        if isinstance(self.cfg, DpoMasterConfig) and Stage.REFERENCE not in stages:
+            # With `precompute_reference_logprobs` the reference's passes run before the first step.
             stages = (Stage.REFERENCE, *stages)
         return held_rows(self.plan.plan, stages)
 

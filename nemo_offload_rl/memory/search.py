@@ -371,7 +371,7 @@ def _parallel_sizes(cfg: RunConfig) -> Iterator[Dimension]:
 
 
 def _offloaded_states(section: str) -> tuple[str, ...]:
-    """Overrides that stream none of the optimizer's states, all, and shares of them; the rest stays on the GPU."""
+    """Return overrides, one for each choice: stream no optimizer states, all of them, or a share of them."""
     states, share = f"{section}.offload_optimizer_states", f"{section}.offload_optimizer_states_fraction"
     size = f"{section}.offload_optimizer_states_chunk_mib"
     return (

@@ -1,4 +1,4 @@
-"""Lets all ranks leave a pass in which one of them failed, and connects their process groups anew.
+"""Ends a pass on all ranks if it fails on one, and then gives their process groups new communicators.
 
 The ranks of a pass wait for each other in collectives, so a rank that fails has to end those of all ranks:
 
