@@ -185,12 +185,13 @@ def _cpu_keys(case: Case) -> list[str]:
     ]
     if not case.is_rollout:
         return keys
-    size = "grpo.num_generations_per_prompt=1" if case.algorithm == "grpo" else "distillation.topk_logits_k=8"
+    is_grpo = case.algorithm == "grpo"
+    size = "grpo.num_generations_per_prompt=2" if is_grpo else "distillation.topk_logits_k=8"
     return [
         *keys,
         "policy.generation.vllm_cfg.kv_cache_memory_gib=0.125",
         "policy.generation.vllm_cfg.enforce_eager=true",
-        f"{case.algorithm}.num_prompts_per_step=4",
+        f"{case.algorithm}.num_prompts_per_step={2 if is_grpo else 4}",
         "policy.train_micro_batch_size=2",
         "policy.logprob_batch_size=2",
         "policy.generation.max_new_tokens=16",
