@@ -14,9 +14,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.errors import ConfigError, UserError
 from nemo_offload_rl.utils.cli import ending_process
 
 if TYPE_CHECKING:
@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from nemo_offload_rl.memory.transfers import Copies
 
 _GIB = 2**30
-_FEWEST_PARAMETERS = 10_000  # smaller models are not worth a plan
+_FEWEST_PARAMETERS, _MOST_PARAMETERS = 10_000, 10**14  # others are mistakes
 _NO_LIMIT_BYTES = 1 << 60  # main memory that nobody named
+_MOST_GIB = 2**20  # of a host; larger numbers are bytes
 
 
 @dataclass(frozen=True)
@@ -256,15 +257,29 @@ def load_account(path: str | Path, overrides: Sequence[str], target: Target) -> 
     cfg, rules = load_for_planning(path, overrides, account_of)
     if not cfg.cluster.gpus_per_node:
         raise ConfigError("cluster.gpus_per_node is 0, and the plan is for GPUs; set it to their number on a host")
-    account = account_of(cfg)
-    if account.num_parameters is None:
-        raise ConfigError(
-            f"policy.model_name={cfg.policy.model_name} is no local folder with a model's config.json that "
-            "transformers knows; give --parameters"
-        )
     if wrong := broken(rules.rules, cfg):
         raise ConfigError(join_problems(wrong))
+    account = account_of(cfg)
+    if account.num_parameters is None:
+        raise ConfigError(_size_unknown(cfg.policy.model_name))
     return account, rules
+
+
+def _size_unknown(model_name: str) -> str:
+    """Say why the number of a model's parameters is not known, and what to change."""
+    from nemo_offload_rl.backends.hf.export import load_config
+    from nemo_offload_rl.backends.hf.model_folder import is_hub_name, read_model_config
+
+    if is_hub_name(model_name):
+        return (
+            f"policy.model_name={model_name} is no folder of this machine; give one with a config.json, or --parameters"
+        )
+    try:
+        read_model_config(model_name)
+        load_config(model_name, {})
+    except UserError as error:
+        return f"{str(error).rstrip('.')}; or give --parameters"
+    return f"transformers cannot build the model of {model_name}/config.json; correct that file, or give --parameters"
 
 
 def plan_run(path: str | Path, overrides: Sequence[str], target: Target) -> tuple[Plan, RuleSet[Any]]:
@@ -387,26 +402,35 @@ def _positive(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text} is no number") from None
+        raise argparse.ArgumentTypeError(f"{text} is no number; give one above 0") from None
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+        raise argparse.ArgumentTypeError(f"{text} is no number above 0; give one")
+    return value
+
+
+def _gib(text: str) -> float:
+    value = _positive(text)
+    if value > _MOST_GIB:
+        raise argparse.ArgumentTypeError(f"{text} GiB is more than any machine has; give GiB, not bytes")
     return value
 
 
 def _count(text: str) -> int:
     value = _positive(text)
     if value != int(value):
-        raise argparse.ArgumentTypeError(f"{text} is no whole number")
+        raise argparse.ArgumentTypeError(f"{text} is no whole number; give one above 0")
     return int(value)
 
 
 def _parameters(text: str) -> int:
     """Parse a number of parameters; `14.8e9` and `14.8B` are the same."""
     billions = text.upper().endswith("B")
-    count = int(_positive(text[:-1] if billions else text) * (1e9 if billions else 1))
+    count = _positive(text[:-1] if billions else text) * (1e9 if billions else 1)
     if count < _FEWEST_PARAMETERS:
-        raise argparse.ArgumentTypeError(f"{text} is {count} parameters; for billions, write {text}B or {text}e9")
-    return count
+        raise argparse.ArgumentTypeError(f"{text} is {count:.0f} parameters; for billions, write {text}B or {text}e9")
+    if count > _MOST_PARAMETERS:
+        raise argparse.ArgumentTypeError(f"{text} is more than any model has; for 14.8 billions, write 14.8B or 14.8e9")
+    return int(count)
 
 
 def _gpu(name: str | None, gib: float | None) -> Gpu:
@@ -422,17 +446,24 @@ def _gpu(name: str | None, gib: float | None) -> Gpu:
     return gpu
 
 
+class _Parser(argparse.ArgumentParser):
+    """Parser whose errors are one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message if ";" in message else f"{message}; --help lists the options")
+
+
 def _arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m nemo_offload_rl.plan",
         description="Print what a run takes of a GPU in each phase and of main memory, what crosses the link between "
         "them, how long a step takes, and whether the run fits. Needs neither a GPU nor Ray nor the model's weights.",
     )
     parser.add_argument("--config", type=Path, metavar="PATH", help="YAML file of a run that trains")
     parser.add_argument("--gpu", metavar="NAME", help="type of the GPUs, such as H200; without it, this machine's")
-    parser.add_argument("--gpu-gib", type=_positive, metavar="GIB", help="memory of a GPU of another type")
+    parser.add_argument("--gpu-gib", type=_gib, metavar="GIB", help="memory of a GPU of another type")
     parser.add_argument("--gpus", type=_count, metavar="N", help="GPUs of a host; sets cluster.gpus_per_node")
-    parser.add_argument("--host-gib", type=_positive, metavar="GIB", help="main memory of a host; not compared without")
+    parser.add_argument("--host-gib", type=_gib, metavar="GIB", help="main memory of a host; not compared without")
     parser.add_argument(
         "--parameters",
         type=_parameters,
@@ -465,9 +496,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _calibrate(given.calibrate)
     if given.config is None:
         parser.error("the following arguments are required: --config")
+    _check_writable(given.html)
     overrides = [*given.overrides, *([] if given.gpus is None else [f"cluster.gpus_per_node={given.gpus}"])]
+    gpu = _gpu(given.gpu, given.gpu_gib)
     host_bytes = None if given.host_gib is None else usable_host_bytes(given.host_gib)
-    target = Target(_gpu(given.gpu, given.gpu_gib), host_bytes, given.parameters, given.tokens)
+    target = Target(gpu, host_bytes, given.parameters, given.tokens)
     plan, rules = plan_run(given.config, overrides, target)
     if given.fit and plan.step_s is None:
         raise ConfigError(f"--fit compares seconds, which are not known: {plan.why_no_seconds()}")
@@ -475,10 +508,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     changes = search.cheapest() if search is not None and plan.problems else []
     fastest = search.fastest() if search is not None and given.fit else None
     text = _report(plan, changes, fastest, given.config, overrides, searches=given.fit)
-    if given.html is not None:
-        from nemo_offload_rl.report.plan import plan_page
-
-        _write(given.html, plan_page(f"Plan of {given.config.name}", str(given.config), plan.to_json(), text))
     if given.json:
         told: dict[str, Any] = {**plan.to_json(), "changes": [_trial_json(plan, trial) for trial in changes]}
         if given.fit:
@@ -486,6 +515,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"{json.dumps(told, indent=1)}\n")
     else:
         sys.stdout.write(f"{text}\n")
+    if given.html is not None:
+        from nemo_offload_rl.report.plan import plan_page
+
+        _write(given.html, plan_page(f"Plan of {given.config.name}", str(given.config), plan.to_json(), text))
     return 2 if plan.problems and fastest is None else 0
 
 
@@ -501,24 +534,37 @@ def _report(
 
 def _calibrate(path: Path) -> int:
     """Measure the rates of this machine and write them to a file."""
+    if path.suffix != ".json":
+        raise ConfigError(f"--calibrate={path}: --gpu takes names that end with .json; give such a name")
+    _check_writable(path)
     import torch
 
     from nemo_offload_rl.memory.calibrate import calibrate
 
-    if path.suffix != ".json":
-        raise ConfigError(f"--calibrate={path}: --gpu takes names that end with .json; give such a name")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    gpu = calibrate(device)
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "--calibrate measures the GPU of this machine, and torch finds none; run it where there is one"
+        )
+    gpu = calibrate(torch.device("cuda"))
     _write(path, f"{json.dumps(gpu.to_json(), indent=1)}\n")
     sys.stdout.write(f"{gpu.name}: {json.dumps(gpu.to_json()['rates'])}\nwritten to {path}; use it as --gpu {path}\n")
     return 0
+
+
+def _check_writable(path: Path | None) -> None:
+    """Refuse the name of a file that cannot be written, before the work whose result it gets."""
+    if path is None:
+        return
+    if path.is_dir() or not path.parent.is_dir():
+        wrong = f"{path} is a folder" if path.is_dir() else f"the folder {path.parent} does not exist"
+        raise ConfigError(f"{path} cannot be written: {wrong}; give the name of a file in a folder that exists")
 
 
 def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}; give the name of a file") from error
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; give another name of a file") from error
 
 
 def _trial_json(plan: Plan, trial: Trial) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from nemo_offload_rl.backends.hf.model_folder import local_config
 from nemo_offload_rl.keys.worker import PolicySettings
-from nemo_offload_rl.memory import activations, megatron_activations
+from nemo_offload_rl.memory import megatron_activations
 from nemo_offload_rl.residency import PassKind, PassNeed, Phase
 
 PASSES: Mapping[Phase, PassKind] = {
@@ -32,12 +32,7 @@ def pass_needs(
     kinds = PassKind.LOGPROBS, PassKind.REFERENCE, PassKind.EVALUATION
     found: dict[PassKind, PassNeed | None] = dict.fromkeys(kinds, reading)
     if reading is not None:
-        on_dtensor = settings.dtensor_cfg.enabled
-        found[PassKind.TRAINING] = (
-            activations.training_need(settings, num_workers, grads_bytes)
-            if on_dtensor
-            else megatron_activations.training_need(settings)
-        )
+        found[PassKind.TRAINING] = _training_need(settings, num_workers, grads_bytes)
     if teacher is not None:
         found[PassKind.TEACHER] = _reading_need(teacher, num_workers)
     return {kind: need for kind, need in found.items() if need is not None}
@@ -57,4 +52,14 @@ def _reading_need(settings: PolicySettings, num_workers: int) -> PassNeed | None
         return None
     if not settings.dtensor_cfg.enabled:
         return megatron_activations.reading_need(settings)
+    from nemo_offload_rl.memory import activations  # imports transformers, which takes seconds
+
     return activations.reading_need(settings, num_workers)
+
+
+def _training_need(settings: PolicySettings, num_workers: int, grads_bytes: int) -> PassNeed | None:
+    if not settings.dtensor_cfg.enabled:
+        return megatron_activations.training_need(settings)
+    from nemo_offload_rl.memory import activations  # see `_reading_need`
+
+    return activations.training_need(settings, num_workers, grads_bytes)

@@ -30,7 +30,7 @@ LIMITS = {
     "imports upward": 0,
     "circles of modules": 0,
     "modules": 310,
-    "lines": 56205,
+    "lines": 56260,
     "modules under 60 lines with one importer": 0,
 }
 
