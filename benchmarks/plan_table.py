@@ -3,9 +3,9 @@
     python benchmarks/plan_table.py
 
 The first has the runs of `plan_runs.py`, with the policy's peaks in each phase as torch counts them. Every run of the
-second is a file of benchmarks/results that `large_model.py` or `grpo_vs_trl.py` wrote, whose GiB are those of all
-owners as the GPU driver counts them. Plans are for the mean length of the run's sequences; measured seconds are medians
-of the steps after the first, and GiB are those of the last step. Needs no GPU.
+second is a file of benchmarks/results that `large_model.py` or an earlier form of `grpo_vs_peers.py` wrote, whose GiB
+are those of all owners as the GPU driver counts them. Plans are for the mean length of the run's sequences; measured
+seconds are medians of the steps after the first, and GiB are those of the last step. Needs no GPU.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python benchmarks/plots.py
 
-- docs/images/grpo_gpu_memory.svg: GPU memory over two steps, by owner, of `grpo_vs_trl.py`;
+- docs/images/grpo_gpu_memory.svg: GPU memory over two steps, by owner, of `grpo_vs_peers.py`;
 - docs/images/grpo_learning.svg: rewards and accuracy of `grpo_learning.py`;
 - docs/images/residency_peers.svg: offload and reload of `residency_peers.py`.
 

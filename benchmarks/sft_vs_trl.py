@@ -296,7 +296,7 @@ def main() -> None:
 def _measure(arguments: argparse.Namespace, folder: Path, one: str) -> dict[str, Any]:
     command = [sys.executable, __file__, "--one", one, "--folder", str(folder), "--steps", str(arguments.steps)]
     command += (["--cpu"] if arguments.cpu else []) + arguments.overrides
-    from grpo_vs_trl import PeakMemory
+    from grpo_vs_peers import PeakMemory
 
     (folder / "result.json").unlink(missing_ok=True)
     peak = PeakMemory()
