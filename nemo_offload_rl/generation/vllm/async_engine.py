@@ -17,10 +17,10 @@ from nemo_offload_rl.generation.served_rollouts import ServedCall
 from nemo_offload_rl.generation.vllm.base import VllmEngineBase, start_error
 from nemo_offload_rl.generation.vllm.engine_args import engine_args
 from nemo_offload_rl.generation.vllm.requests import (
+    Answers,
     ServedWeights,
     cache_salt,
     check_prompts,
-    completion_from_output,
     sampling_params,
 )
 from nemo_offload_rl.keys.engine import VllmSettings
@@ -58,6 +58,7 @@ class AsyncVllmEngine(VllmEngineBase):
         self._request_ids = itertools.count()
         self._places: dict[concurrent.futures.Future[list[Completion]], tuple[int, int]] = {}  # of `begin_generation`
         self._served = ServedWeights()
+        self._answers = Answers(self._take_logprobs)
         self._pausing = threading.Condition()  # guards `_recomputes`, and the state that calls check
         self._recomputes: bool | None = None  # while paused: whether KV caches are computed again
         self._loop = asyncio.new_event_loop()
@@ -76,6 +77,7 @@ class AsyncVllmEngine(VllmEngineBase):
             if self._llm is None:
                 self._stop_loop()
         self._rpc("dump_stacks_on_signal", ())
+        self.record_logprobs(True)
         self._server: HttpServer | None = None
         if settings.endpoint is not None:
             try:
@@ -98,6 +100,11 @@ class AsyncVllmEngine(VllmEngineBase):
         coroutine = self._one(prompt, self.effective(sampling), num_samples, position=0)
         with self.deaths_told():
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+
+    def record_logprobs(self, on: bool) -> None:
+        """See `VllmEngineBase`."""
+        super().record_logprobs(on)
+        self._answers.records_logprobs = self._records_logprobs
 
     def pause_generation(self, recompute_kv_cache: bool) -> None:
         """See `PausingEngine`."""
@@ -191,7 +198,7 @@ class AsyncVllmEngine(VllmEngineBase):
     def _serve(self) -> HttpServer:
         from nemo_offload_rl.generation.vllm.http_server import HttpServer
 
-        server = HttpServer(self._engine, self._settings, self._served)
+        server = HttpServer(self._engine, self._settings, self._served, self._answers)
         self._wait(server.start())
         return server
 
@@ -214,18 +221,27 @@ class AsyncVllmEngine(VllmEngineBase):
     async def _one(
         self, prompt: Sequence[int], sampling: SamplingSettings, num_samples: int, position: int
     ) -> list[Completion]:
-        from vllm import TokensPrompt
+        from vllm import RequestOutput, TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
-        params = sampling_params(sampling, num_samples, position)
+        params = sampling_params(sampling, num_samples, position, records_logprobs=self._records_logprobs)
         params.output_kind = RequestOutputKind.FINAL_ONLY
         version = await self._served.next_version()
-        request = TokensPrompt(prompt_token_ids=list(prompt), cache_salt=cache_salt(version))
-        completions: list[Completion] = []
-        async for output in self._engine.generate(request, params, f"request-{next(self._request_ids)}"):
-            completions = [completion_from_output(sample) for sample in output.outputs]
+        tokens = TokensPrompt(prompt_token_ids=list(prompt), cache_salt=cache_salt(version))
+        request, last = f"request-{next(self._request_ids)}", None
+        try:
+            async for output in self._engine.generate(tokens, params, request):
+                last = output
+        finally:
+            if last is None:  # cancelled
+                self._answers.drop(request, num_samples)
+        assert isinstance(last, RequestOutput)
+        completions = await self._answers.completions(last)
         show_progress()
         return completions
+
+    async def _take_logprobs(self, responses: list[list[Any]], dropped: list[str]) -> list[Any]:
+        return await self._engine.collective_rpc("take_logprobs", args=(responses, dropped))
 
     def _generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingSettings, num_samples: int

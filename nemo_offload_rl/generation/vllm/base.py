@@ -7,6 +7,7 @@ or after weights were discarded) fails as it does on a GPU.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from nemo_offload_rl.keys.generation import SamplingSettings
 from nemo_offload_rl.protocols.engine import Completion, Finished
 from nemo_offload_rl.protocols.refit import RefitError, RefitGroupAddress, WeightBucket, listed
 
+_LOG = logging.getLogger(__name__)
 ALL_TAGS: tuple[str, ...] = ("weights", "kv_cache")
 HAND_OVER_TIMEOUT_S = 30.0  # a policy worker's last copies to the host take seconds
 
@@ -40,6 +42,7 @@ class VllmEngineBase(ABC):
         self._weights_valid = weights_valid
         self._awake = set(ALL_TAGS)
         self._process_names: dict[int, str] = {}
+        self._records_logprobs = False
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingSettings, num_samples: int = 1
@@ -86,6 +89,16 @@ class VllmEngineBase(ABC):
     def effective(self, sampling: SamplingSettings) -> SamplingSettings:
         """Drop the seed from the sampling, unless requests have their own seeds."""
         return sampling if self._settings.per_request_seeds else replace(sampling, seed=None)
+
+    def record_logprobs(self, on: bool) -> None:
+        """Record logprobs of sampled tokens in the workers, or have vLLM return them with each token, which is slower.
+
+        An engine records if it can. The values are the same. No response may be under way.
+        """
+        reasons = [reason for reason in self._rpc("record_logprobs", (on,)) if reason is not None]
+        self._records_logprobs = on and not reasons
+        if reasons:
+            _LOG.info("vLLM returns logprobs with each token, which is slower than recording them: %s", reasons[0])
 
     def name_processes(self, names: Mapping[int, str]) -> None:
         """Name the processes that share the device, by process id, for messages."""

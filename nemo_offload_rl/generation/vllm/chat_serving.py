@@ -6,6 +6,7 @@ tokens, and the engine's output is kept.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from http import HTTPStatus
@@ -22,8 +23,9 @@ from vllm.sampling_params import RequestOutputKind
 
 from nemo_offload_rl.data.encoding import TurnEncoder, missing_bos
 from nemo_offload_rl.generation.served_rollouts import ServedPrompt, ServedRollout
-from nemo_offload_rl.generation.vllm.requests import completion_from_output, sampling_params
+from nemo_offload_rl.generation.vllm.requests import Answers, sampling_params
 from nemo_offload_rl.keys.generation import SamplingSettings
+from nemo_offload_rl.protocols.engine import Completion
 
 # Parameters that can change the prompt or the distribution of tokens, with the values that change neither.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -61,9 +63,12 @@ class Call:
         rollout: Its rollout.
         request: The client's request; its token limit is moved into this object.
         uses_seeds: Each call has its own seed.
+        records_logprobs: The engine's workers record logprobs.
     """
 
-    def __init__(self, rollout: ServedRollout, request: ChatCompletionRequest, *, uses_seeds: bool) -> None:
+    def __init__(
+        self, rollout: ServedRollout, request: ChatCompletionRequest, *, uses_seeds: bool, records_logprobs: bool
+    ) -> None:
         self.rollout = rollout
         asked = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
         # vLLM refuses a prompt that leaves no room for this many tokens; here the response is cut off instead.
@@ -71,10 +76,11 @@ class Call:
         limit = rollout.sampling.max_new_tokens
         self._max_tokens = limit if asked is None else min(asked, limit)
         self._uses_seeds = uses_seeds
+        self._records_logprobs = records_logprobs
         self._messages: Sequence[dict[str, Any]] = ()
         self._variables = {"tools": _tools(request), **(request.chat_template_kwargs or {})}
         self._prompt: ServedPrompt | None = None
-        self.output: RequestOutput | None = None
+        self.completion: Completion | None = None
 
     def prompt(self, messages: Sequence[Any], rendered: Sequence[int], turns: TurnEncoder) -> tuple[int, ...]:
         """Token ids of the prompt; see `ServedRollout.prompt`."""
@@ -94,19 +100,19 @@ class Call:
             stop_strings=(*sampling.stop_strings, *stop),
             stop_token_ids=(*sampling.stop_token_ids, *(request.stop_token_ids or ())),
         )
-        params = sampling_params(asked, num_samples=1, position=0)
+        params = sampling_params(asked, num_samples=1, position=0, records_logprobs=self._records_logprobs)
         params.output_kind = RequestOutputKind.FINAL_ONLY
         params.detokenize = True
         params.skip_special_tokens = request.skip_special_tokens
-        params.logprobs = (request.top_logprobs or 0) if request.logprobs else 0
+        if request.logprobs:
+            params.logprobs = request.top_logprobs or 0
         return params
 
     def keep(self, response: ChatCompletionResponse, weight_version: int) -> None:
         """Add the answered call to the rollout."""
-        assert self.output is not None and self._prompt is not None
-        completion = completion_from_output(self.output.outputs[0])
+        assert self.completion is not None and self._prompt is not None
         reply = response.choices[0].message.model_dump()
-        self.rollout.add(self._messages, self._variables, self._prompt, completion, reply, weight_version)
+        self.rollout.add(self._messages, self._variables, self._prompt, self.completion, reply, weight_version)
 
 
 class ChatRequest(ChatCompletionRequest):
@@ -127,11 +133,13 @@ class RecordedChat(OpenAIServingChat):
     Args:
         turns: Turns messages after a response into tokens.
         adds_bos: Prompts begin with the BOS token.
+        answers: Completions of the engine's requests.
         arguments: Arguments of `OpenAIServingChat`.
     """
 
-    def __init__(self, *, turns: TurnEncoder, adds_bos: bool, **arguments: Any) -> None:
+    def __init__(self, *, turns: TurnEncoder, adds_bos: bool, answers: Answers, **arguments: Any) -> None:
         super().__init__(**arguments)
+        self._answers = answers
         self._turns = turns
         self._adds_bos = adds_bos
         # Ignore the model folder's defaults.
@@ -158,13 +166,31 @@ class RecordedChat(OpenAIServingChat):
             )
         return messages, [{"type": "token", "prompt_token_ids": token_ids, "cache_salt": request.cache_salt}]
 
+    @staticmethod
+    def _base_request_id(raw_request: Any, default: str | None = None) -> str:
+        """Return a name for the request, which no other one has, even if the client gives two the same."""
+        return f"{OpenAIServingChat._base_request_id(raw_request, default)}-{uuid.uuid4().hex[:8]}"
+
     async def chat_completion_full_generator(
-        self, request: Any, result_generator: AsyncIterator[RequestOutput], *args: Any, **kwargs: Any
+        self, request: Any, result_generator: AsyncIterator[RequestOutput], request_id: str, *args: Any, **kwargs: Any
     ) -> ErrorResponse | ChatCompletionResponse:
         """Return the response; for a rollout, keep the engine's output."""
-        if request._call is not None:
-            result_generator = _seen(request._call, result_generator)
-        return await super().chat_completion_full_generator(request, result_generator, *args, **kwargs)
+        results = self._seen(request, result_generator, request_id)
+        return await super().chat_completion_full_generator(request, results, request_id, *args, **kwargs)
+
+    async def _seen(
+        self, request: Any, results: AsyncIterator[RequestOutput], request_id: str
+    ) -> AsyncIterator[RequestOutput]:
+        last = None
+        try:
+            async for result in results:
+                last = result
+                yield result
+        finally:
+            if last is None or request._call is None:
+                self._answers.drop(request_id, request.n or 1)
+        if last is not None and request._call is not None:
+            (request._call.completion,) = await self._answers.completions(last)
 
 
 def request_problem(request: ChatCompletionRequest, sampling: SamplingSettings) -> str | None:
@@ -186,12 +212,6 @@ def request_problem(request: ChatCompletionRequest, sampling: SamplingSettings) 
         if not any(given == value for value in neutral):
             return f"{name}={given} cannot be asked for in a rollout that is trained on; leave it out"
     return None
-
-
-async def _seen(call: Call, results: AsyncIterator[RequestOutput]) -> AsyncIterator[RequestOutput]:
-    async for result in results:
-        call.output = result
-        yield result
 
 
 def _tools(request: ChatCompletionRequest) -> list[dict[str, Any]] | None:

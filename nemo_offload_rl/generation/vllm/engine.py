@@ -5,18 +5,24 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 from nemo_offload_rl.generation.vllm.base import VllmEngineBase, start_error
 from nemo_offload_rl.generation.vllm.engine_args import engine_args
-from nemo_offload_rl.generation.vllm.requests import completion_from_output, sampling_params
+from nemo_offload_rl.generation.vllm.requests import (
+    completion_from_output,
+    recorded_logprobs,
+    sampled_tokens,
+    sampling_params,
+)
 from nemo_offload_rl.keys.engine import VllmSettings
 from nemo_offload_rl.keys.generation import SamplingSettings
 from nemo_offload_rl.protocols.engine import Completion, Finished
 from nemo_offload_rl.utils.liveness import show_progress
 
 if TYPE_CHECKING:
-    from vllm import LLM, SamplingParams
+    from vllm import LLM, RequestOutput, SamplingParams
 
 
 class VllmEngine(VllmEngineBase):
@@ -42,6 +48,7 @@ class VllmEngine(VllmEngineBase):
         except ValueError as error:
             raise start_error(error, settings) from error
         self._rpc("dump_stacks_on_signal", ())
+        self.record_logprobs(True)
 
     def shutdown(self) -> None:
         """See `GenerationEngine`."""
@@ -60,24 +67,28 @@ class VllmEngine(VllmEngineBase):
         self, prompts: Sequence[Sequence[int]], sampling: SamplingSettings, num_samples: int
     ) -> list[list[Completion]]:
         with self.deaths_told():
-            params = [sampling_params(sampling, num_samples, position) for position in range(len(prompts))]
+            params = [self._params(sampling, num_samples, position) for position in range(len(prompts))]
             requests = [self._add(prompt, of_prompt) for prompt, of_prompt in zip(prompts, params, strict=True)]
-            finished: dict[str, list[Completion]] = {}
+            finished: dict[str, RequestOutput] = {}
             while len(finished) < len(requests):
-                finished.update(self._step())
-        return [finished[request] for request in requests]
+                finished.update((output.request_id, output) for output in self._step())
+            return self._completions([finished[request] for request in requests])
 
     def _begin(self, prompt: Sequence[int], sampling: SamplingSettings, place: tuple[int, int]) -> None:
-        self._places[self._add(prompt, sampling_params(sampling, num_samples=1, position=0))] = place
+        self._places[self._add(prompt, self._params(sampling, num_samples=1, position=0))] = place
 
     def _take_finished(self, wait_s: float) -> list[Finished]:
         until_s = time.monotonic() + wait_s
-        found: list[Finished] = []
-        while self._places:
-            found += [(*self._places.pop(request), completion) for request, (completion,) in self._step()]
+        outputs: list[RequestOutput] = []
+        while len(outputs) < len(self._places):
+            outputs += self._step()
             if time.monotonic() >= until_s:
                 break
-        return found
+        places = [self._places.pop(output.request_id) for output in outputs]
+        return [(*place, one) for place, (one,) in zip(places, self._completions(outputs), strict=True)]
+
+    def _params(self, sampling: SamplingSettings, num_samples: int, position: int) -> SamplingParams:
+        return sampling_params(sampling, num_samples, position, records_logprobs=self._records_logprobs)
 
     def _add(self, prompt: Sequence[int], params: SamplingParams) -> str:
         """Add a request and return its name."""
@@ -86,14 +97,22 @@ class VllmEngine(VllmEngineBase):
         (name,) = self._engine.enqueue([TokensPrompt(prompt_token_ids=list(prompt))], [params], use_tqdm=False)
         return name.partition("-")[0]  # vLLM adds random characters, which its outputs do not have
 
-    def _step(self) -> Iterator[tuple[str, list[Completion]]]:
+    def _step(self) -> Iterator[RequestOutput]:
         """Generate the next token of each running response; yield the requests that have finished."""
         from vllm import RequestOutput
 
         for output in self._engine.llm_engine.step():
             if isinstance(output, RequestOutput) and output.finished:
                 show_progress()
-                yield output.request_id, [completion_from_output(sample) for sample in output.outputs]
+                yield output
+
+    def _completions(self, outputs: Sequence[RequestOutput]) -> list[list[Completion]]:
+        """Return the completions of requests that have finished."""
+        if not (self._records_logprobs and outputs):
+            return [[completion_from_output(sample) for sample in output.outputs] for output in outputs]
+        wanted = [list(astuple(response)) for output in outputs for response in sampled_tokens(output)]
+        logprobs = recorded_logprobs(self._rpc("take_logprobs", (wanted, [])))
+        return [[completion_from_output(sample, next(logprobs)) for sample in output.outputs] for output in outputs]
 
     def _wake_up(self, tags: list[str]) -> None:
         with self.deaths_told():

@@ -83,7 +83,7 @@ def engine_args(settings: VllmSettings, device_type: str) -> dict[str, Any]:
         "load_format": "dummy",
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
-        "worker_extension_cls": f"{_PACKAGE}.worker_extension.RefitExtension",
+        "worker_extension_cls": f"{_PACKAGE}.worker_extension.WorkerExtension",
     }
     if settings.endpoint is not None:
         arguments["tokenizer"] = settings.endpoint.tokenizer.name

@@ -34,7 +34,7 @@ from nemo_offload_rl.errors import ConfigError, UserError
 from nemo_offload_rl.generation.served_rollouts import ServedCall, ServedRollout
 from nemo_offload_rl.generation.vllm.chat_serving import Call, ChatRequest, RecordedChat, request_problem
 from nemo_offload_rl.generation.vllm.http_limits import BadRequest, HttpLimits, LimitedProtocol, json_body
-from nemo_offload_rl.generation.vllm.requests import ServedWeights, cache_salt
+from nemo_offload_rl.generation.vllm.requests import Answers, ServedWeights, cache_salt
 from nemo_offload_rl.keys.engine import VllmSettings
 from nemo_offload_rl.keys.generation import SamplingSettings
 
@@ -94,18 +94,20 @@ class HttpServer:
         llm: The engine.
         settings: The engine's settings, with an `endpoint`.
         served: Version of the engine's weights.
+        answers: Completions of the engine's requests.
 
     Raises:
         ConfigError: The address cannot be used.
         DataError: There is no tokenizer, or it has no chat template.
     """
 
-    def __init__(self, llm: AsyncLLM, settings: VllmSettings, served: ServedWeights) -> None:
+    def __init__(self, llm: AsyncLLM, settings: VllmSettings, served: ServedWeights, answers: Answers) -> None:
         endpoint = settings.endpoint
         assert endpoint is not None
         self._listening = endpoint.listening
         self._uses_seeds = settings.per_request_seeds
         self._served = served
+        self._answers = answers
         self._vocab_size = llm.model_config.get_vocab_size()
         self._is_open = False
         self._num_closings = 0
@@ -125,6 +127,7 @@ class HttpServer:
             self._chat = RecordedChat(
                 turns=TurnEncoder(tokenizer, kwargs),
                 adds_bos=endpoint.add_bos,
+                answers=answers,
                 engine_client=llm,
                 models=self._models,
                 response_role="assistant",
@@ -246,7 +249,9 @@ class HttpServer:
         if rollout is not None:
             if (problem := request_problem(request, rollout.sampling)) is not None:
                 return self._error(400, problem)
-            request._call = Call(rollout, request, uses_seeds=self._uses_seeds)
+            request._call = Call(
+                rollout, request, uses_seeds=self._uses_seeds, records_logprobs=self._answers.records_logprobs
+            )
         num_closings = self._num_closings
         version, asked_salt = self._served.version, request.cache_salt
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import astuple
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from nemo_offload_rl.errors import DataError
+from nemo_offload_rl.generation.vllm.logprob_recorder import SampledTokens
 from nemo_offload_rl.keys.generation import SamplingSettings
 from nemo_offload_rl.protocols.engine import Completion
 
 if TYPE_CHECKING:
-    from vllm import SamplingParams
+    from vllm import RequestOutput, SamplingParams
     from vllm.outputs import CompletionOutput
 
 _SEED_LIMIT = 2**63
@@ -62,10 +66,18 @@ def cache_salt(weight_version: int, asked: str | None = None) -> str:
     return f"weights {weight_version}" if asked is None else f"weights {weight_version} {asked}"
 
 
-def sampling_params(sampling: SamplingSettings, num_samples: int, position: int) -> SamplingParams:
+def sampling_params(
+    sampling: SamplingSettings, num_samples: int, position: int, *, records_logprobs: bool
+) -> SamplingParams:
     """Return vLLM's sampling parameters for the prompt at `position` of its batch.
 
     vLLM adds the sample's number to the seed, so each prompt's seed is `num_samples` larger than the previous one's.
+
+    Args:
+        sampling: The sampling of its responses.
+        num_samples: Number of responses.
+        position: See above.
+        records_logprobs: The workers record logprobs, so vLLM need not return any.
     """
     from vllm import SamplingParams
 
@@ -79,23 +91,118 @@ def sampling_params(sampling: SamplingSettings, num_samples: int, position: int)
         stop_token_ids=list(sampling.stop_token_ids),
         stop=list(sampling.stop_strings),
         seed=seed,
-        logprobs=0,
+        logprobs=None if records_logprobs else 0,
         flat_logprobs=True,
         detokenize=bool(sampling.stop_strings),
     )
 
 
-def completion_from_output(output: CompletionOutput) -> Completion:
-    """Return the tokens and their sampler's logprobs, including the token that ended the response."""
+def sampled_tokens(output: RequestOutput) -> list[SampledTokens]:
+    """Name the tokens of each response of a request, for `WorkerExtension.take_logprobs`."""
+    names = sample_names(output.request_id, len(output.outputs))
+    first = len(output.prompt_token_ids or ())
+    return [
+        SampledTokens(name, first, len(sample.token_ids)) for name, sample in zip(names, output.outputs, strict=True)
+    ]
+
+
+def sample_names(request: str, num_samples: int) -> list[str]:
+    """Return vLLM's names for the responses of a request."""
+    return [request] if num_samples == 1 else [f"{number}_{request}" for number in range(num_samples)]
+
+
+def recorded_logprobs(answers: Sequence[list[bytes] | str | None]) -> Iterator[list[float]]:
+    """Return each response's logprobs from all workers' answers to `take_logprobs`.
+
+    Raises:
+        RuntimeError: A token's logprob was not recorded.
+    """
+    (answer,) = [answer for answer in answers if answer is not None]
+    if isinstance(answer, str):
+        raise RuntimeError(answer)
+    return (np.frombuffer(logprobs, np.float32).tolist() for logprobs in answer)
+
+
+def completion_from_output(output: CompletionOutput, recorded: list[float] | None = None) -> Completion:
+    """Return the tokens and their sampler's logprobs, including the token that ended the response.
+
+    Args:
+        output: One response.
+        recorded: Its logprobs, if the workers recorded them; None if vLLM returned them.
+    """
+    token_ids = list(output.token_ids)
+    logprobs = _returned_logprobs(output) if recorded is None else recorded
+    return Completion(token_ids, logprobs, output.finish_reason or "abort")
+
+
+def _returned_logprobs(output: CompletionOutput) -> list[float]:
     from vllm.logprobs import FlatLogprobs
 
-    token_ids, flat = list(output.token_ids), output.logprobs
+    flat = output.logprobs
     if flat is None:
-        assert not token_ids
-        return Completion([], [], output.finish_reason or "abort")
+        assert not output.token_ids
+        return []
     assert isinstance(flat, FlatLogprobs)
     # Each position begins with the sampled token; with `logprobs=0` there is no other.
-    assert [flat.token_ids[start] for start in flat.start_indices] == token_ids
-    return Completion(
-        token_ids, [flat.logprobs[start] for start in flat.start_indices], output.finish_reason or "abort"
-    )
+    assert [flat.token_ids[start] for start in flat.start_indices] == list(output.token_ids)
+    return [flat.logprobs[start] for start in flat.start_indices]
+
+
+class Answers:
+    """Completions of an asynchronous engine's requests; used on its event loop.
+
+    Responses that finish while recorded logprobs are read share the next read, so a step has at most one.
+
+    Args:
+        take: Calls `WorkerExtension.take_logprobs` in all workers.
+
+    Attributes:
+        records_logprobs: The workers record logprobs.
+    """
+
+    def __init__(self, take: Callable[[list[list[Any]], list[str]], Awaitable[list[Any]]]) -> None:
+        self.records_logprobs = False
+        self._take = take
+        self._waiting: list[tuple[list[SampledTokens], asyncio.Future[list[list[float]]]]] = []
+        self._dropped: list[str] = []
+        self._reader: asyncio.Task[None] | None = None
+
+    async def completions(self, output: RequestOutput) -> list[Completion]:
+        """Return the completions of a request that has finished.
+
+        Raises:
+            RuntimeError: A token's logprob was not recorded.
+        """
+        if not self.records_logprobs:
+            return [completion_from_output(sample) for sample in output.outputs]
+        read: asyncio.Future[list[list[float]]] = asyncio.get_running_loop().create_future()
+        self._waiting.append((sampled_tokens(output), read))
+        self._start_reading()
+        logprobs = await read
+        return [completion_from_output(*sample) for sample in zip(output.outputs, logprobs, strict=True)]
+
+    def drop(self, request: str, num_samples: int) -> None:
+        """Free the logprobs of a request that was aborted, or whose logprobs nobody asks for."""
+        if self.records_logprobs:
+            self._dropped += sample_names(request, num_samples)
+            self._start_reading()
+
+    def _start_reading(self) -> None:
+        if self._reader is None or self._reader.done():
+            self._reader = asyncio.get_running_loop().create_task(self._read())
+
+    async def _read(self) -> None:
+        while self._waiting or self._dropped:
+            waiting, dropped = self._waiting, self._dropped
+            self._waiting, self._dropped = [], []
+            wanted = [list(astuple(response)) for responses, _ in waiting for response in responses]
+            try:
+                logprobs = recorded_logprobs(await self._take(wanted, dropped))
+                for responses, read in waiting:
+                    of_request = [next(logprobs) for _ in responses]
+                    if not read.done():  # its caller was cancelled
+                        read.set_result(of_request)
+            except Exception as error:  # the engine has died
+                for _, read in waiting:
+                    if not read.done():
+                        read.set_exception(error)

@@ -6,12 +6,14 @@ and ends the executor. Buckets come as plain lists, which vLLM can encode.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import astuple
 from typing import Any
 
 import torch
 
 from nemo_offload_rl.generation.vllm.device_memory import wait_for_room
+from nemo_offload_rl.generation.vllm.logprob_recorder import LogprobRecorder, SampledTokens, record_samples, why_not
 from nemo_offload_rl.generation.vllm.weight_loading import RefitSession, SeenLoads
 from nemo_offload_rl.protocols.refit import RefitError, RefitGroupAddress, TensorSlice, WeightBucket
 from nemo_offload_rl.utils.liveness import dump_stacks_on_signal
@@ -46,7 +48,7 @@ def bucket_from_wire(wire: list[Any]) -> WeightBucket:
     return WeightBucket(index, transport, handle, num_bytes, pieces, bool(is_last))
 
 
-class RefitExtension:
+class WorkerExtension:
     """Base class that vLLM adds to its worker class; reads that class's attributes. vLLM refuses name clashes."""
 
     model_runner: Any
@@ -55,6 +57,8 @@ class RefitExtension:
     _refit_session: RefitSession | None = None
     _refit_loads: SeenLoads | None = None
     _refit_group: NcclGroup | None = None
+    _recorder: LogprobRecorder | None = None
+    _end_recording: Callable[[], None] | None = None
 
     def dump_stacks_on_signal(self) -> None:
         """See `utils/liveness.py`; this worker may run in another process than the engine."""
@@ -103,3 +107,33 @@ class RefitExtension:
         if self._refit_session is not None:
             self._refit_session.close()
             self._refit_session = None
+
+    def record_logprobs(self, on: bool) -> str | None:
+        """Record the logprobs of sampled tokens from now on, or end it; return why this cannot be done, or None.
+
+        All workers of an engine sample the same tokens, so the first one records.
+        """
+        if self._end_recording is not None:
+            self._end_recording()
+        self._end_recording = self._recorder = None
+        if not on or self.rank:
+            return None
+        if (reason := why_not(self.model_runner)) is None:
+            self._recorder = LogprobRecorder(self.device)
+            self._end_recording = record_samples(self.model_runner, self._recorder)
+        return reason
+
+    def take_logprobs(self, responses: list[list[Any]], dropped: list[str]) -> list[bytes] | str | None:
+        """Return the float32 logprobs of responses, an error message, or None if another worker records.
+
+        Args:
+            responses: For each one, the fields of `SampledTokens`.
+            dropped: Requests whose logprobs nobody takes.
+        """
+        if self._recorder is None:
+            return None
+        try:
+            taken = self._recorder.take([SampledTokens(*response) for response in responses], dropped)
+        except LookupError as error:
+            return str(error)
+        return [logprobs.tobytes() for logprobs in taken]

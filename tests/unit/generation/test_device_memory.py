@@ -12,7 +12,7 @@ import torch
 from nemo_offload_rl.errors import DeviceMemoryError
 from nemo_offload_rl.generation.vllm import device_memory
 from nemo_offload_rl.generation.vllm.base import VllmEngineBase
-from nemo_offload_rl.generation.vllm.worker_extension import RefitExtension
+from nemo_offload_rl.generation.vllm.worker_extension import WorkerExtension
 
 GIB = 1 << 30
 
@@ -84,7 +84,7 @@ class AsleepEngine(VllmEngineBase):
         answers = []
         for free_gib in self.free_gib:
             self._gpu.free_bytes = free_gib * GIB
-            answers.append(getattr(RefitExtension(), method)(*args))
+            answers.append(getattr(WorkerExtension(), method)(*args))
         return answers
 
     _generate = _begin = _take_finished = _wake_up = _sleep = _reset_prefix_cache = shutdown = None
