@@ -120,8 +120,8 @@ def short_rows(folder: Path) -> list[list[str]]:
     return rows
 
 
-def short_row(name: str, ran: Mapping[str, Any], gpu: str, folder: Path) -> list[str]:
-    """Cells of a run of `plan_runs.py`: planned and measured."""
+def short_plan(name: str, ran: Mapping[str, Any], gpu: str, folder: Path) -> tuple[Plan, dict[Phase, int]]:
+    """Plan a run of `plan_runs.py`; return the plan, and the policy's own bytes at the peak of each phase."""
     case, steps = SHORT_RUNS[name], ran["steps"]
     overrides = [*ran["overrides"], f"policy.model_name={folder / case.shape}"]
     for shape, key in ((case.shape, None), (case.teacher, "teacher.model_name")):
@@ -131,12 +131,18 @@ def short_row(name: str, ran: Mapping[str, Any], gpu: str, folder: Path) -> list
     lengths = [step["train/mean_response_tokens"] + PROMPT_TOKENS for step in steps if case.is_rollout]
     length = round(statistics.median(lengths)) if lengths else case.length
     plan, _ = plan_run(case.file, overrides, Target(KNOWN[gpu], length=length))
-    own = {use.phase: (use.peak_bytes - use.engine_bytes - use.other_bytes) / GIB for use in plan.phases}
+    return plan, {use.phase: use.peak_bytes - use.engine_bytes - use.other_bytes for use in plan.phases}
+
+
+def short_row(name: str, ran: Mapping[str, Any], gpu: str, folder: Path) -> list[str]:
+    """Cells of a run of `plan_runs.py`: planned and measured."""
+    case, steps = SHORT_RUNS[name], ran["steps"]
+    plan, own = short_plan(name, ran, gpu, folder)
     peaks = [{phase: step.get(f"residency/{phase.value}/peak_gib", 0.0) for phase in Phase} for step in steps]
     cells = [f"`{name}`", f"{case.shape}, {case.gpus} {gpu}"]
     for phase in (Phase.TRAINING, Phase.OPTIM_STEP, Phase.LP_INFERENCE, Phase.TEACHER_INFERENCE, Phase.REFIT):
         measured = max(peak[phase] for peak in peaks)
-        cells.append(pair(own[phase], measured) if phase in own else "")
+        cells.append(pair(own[phase] / GIB, measured) if phase in own else "")
     host = sum(steps[-1].get(f"memory/host_{owner}_gib", 0.0) for owner in ("policy", "engine", "driver"))
     # Without Ray, in one process, there is less on the host than is planned.
     cells.append(pair(sum(plan.owners.values()) / GIB, host if "memory/host_policy_gib" in steps[-1] else 0.0))

@@ -342,6 +342,14 @@ class MegatronConfig:
             self.tensor_model_parallel_size, self.context_parallel_size, self.pipeline_model_parallel_size
         )
 
+    def layers_of_stages(self, num_layers: int) -> tuple[int, ...]:
+        """Divide a model's layers over the pipeline stages; a rule refuses numbers that do not divide."""
+        stages = self.pipeline_model_parallel_size
+        ends = {0: self.num_layers_in_first_pipeline_stage, stages - 1: self.num_layers_in_last_pipeline_stage}
+        given = {stage: num for stage, num in ends.items() if num is not None and stages > 1}
+        each = (num_layers - sum(given.values())) // max(1, stages - len(given))
+        return tuple(given.get(stage, each) for stage in range(stages))
+
     @property
     def worker_env_vars(self) -> Mapping[str, str]:
         """Those of `env_vars`, and one that activation offloading needs."""

@@ -7,25 +7,21 @@ model, nor passes of a model whose files are not here or whose code does not run
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 
-from nemo_offload_rl.backends.dtensor import torch_optim
 from nemo_offload_rl.backends.dtensor.activation_offload import host_bytes_at_most
 from nemo_offload_rl.backends.hf.model_folder import WEIGHT_PATTERNS, local_config, local_folder, local_model_config
-from nemo_offload_rl.backends.megatron import optimizer_spec
-from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.master import (
     DistillationMasterConfig,
     DpoMasterConfig,
     GrpoMasterConfig,
-    PolicyRun,
     RolloutMasterConfig,
     RunConfig,
 )
@@ -39,6 +35,7 @@ from nemo_offload_rl.memory.gpus import (
     ENGINE_REST_BYTES,
     MEGATRON_REST_BYTES,
 )
+from nemo_offload_rl.memory.groups import Held, ModelElements, group_bytes, held_by_stage
 from nemo_offload_rl.memory.host_plan import HostNeed, HostPlan, host_need
 from nemo_offload_rl.memory.limits import memory_total_bytes
 from nemo_offload_rl.memory.machine import Machine
@@ -64,10 +61,10 @@ from nemo_offload_rl.residency import (
     Placement,
 )
 from nemo_offload_rl.residency.needs import RESERVE_BYTES
+from nemo_offload_rl.residency.state.frozen_copy import EXCHANGE_BYTES
 from nemo_offload_rl.utils.flops import ModelSizes, count_sizes, read_model_sizes
 
 _GIB = 2**30
-_FP32_BYTES = 4
 TOLERANCE = 0.04  # of a GPU, by which estimates of passes may be off (tests/unit/memory/test_passes.py)
 
 # Groups that come and go inside phases: the group that each is a part of, and the phases that use it.
@@ -92,7 +89,8 @@ class PhaseUse:
         engine_bytes: Memory of the engine.
         other_bytes: Contexts, communicators and captured graphs.
         pass_bytes: Most that a pass of the phase needs in addition to state; None if that is unknown.
-        early_bytes: State of the next phase that comes early if this one has room.
+        early_bytes: State of the next phase, and a reference in addition to the policy's parameters, that are there if
+            this one has room.
         gpu_bytes: Memory of the GPU.
         limit_bytes: Limit of the policy's own process (`policy.gpu_memory_limit_gib`); None for the whole GPU.
     """
@@ -170,7 +168,6 @@ class Account:
             num_parameters = None if sizes is None else sizes.num_parameters
         self.num_parameters = num_parameters
         self.sizes = sizes if sizes is not None and sizes.num_parameters == num_parameters else None
-        self._num_in_experts = None if self.sizes is None else self.sizes.num_in_experts
 
     def with_keys(self, overrides: str) -> Account:
         """Account of the same models on the same machine after `KEY=VALUE ...`, whose keys must be in the sections."""
@@ -186,21 +183,48 @@ class Account:
         return self.machine.gpu_bytes if self.cfg.cluster.gpus_per_node else None
 
     @cached_property
+    def _elements(self) -> ModelElements:
+        in_experts = None if self.sizes is None else self.sizes.num_in_experts
+        return ModelElements.of(self.num_parameters or 0, in_experts, local_model_config(self.cfg) or {})
+
+    @cached_property
+    def _stages_hold(self) -> tuple[Held, ...]:
+        """Parameters that a worker of each pipeline stage holds."""
+        return held_by_stage(self.cfg.policy, self.cfg.cluster.world_size, self._elements)
+
+    @cached_property
+    def _groups_by_stage(self) -> tuple[Mapping[str, int], ...]:
+        """Bytes of the state groups of a worker of each pipeline stage."""
+        on_gpu = self.cfg.cluster.gpus_per_node > 0
+        return tuple(group_bytes(self.cfg.policy, held, on_gpu=on_gpu) for held in self._stages_hold)
+
+    @cached_property
     def groups(self) -> Mapping[str, int]:
-        """Bytes of one worker's state groups; empty if the model is unknown."""
+        """Bytes of the state groups of the worker that holds most; empty if the model is unknown."""
         if self.num_parameters is None:
             return {}
-        return least_group_bytes(self.cfg, self.num_parameters, self._num_in_experts)
+        return max(self._groups_by_stage, key=lambda groups: sum(groups.values()))
 
     # -- the host --------------------------------------------------------------------------------------------------
 
     @cached_property
     def need(self) -> HostNeed:
-        """Least host memory of one worker; loading and Megatron's activations are not counted."""
+        """Mean host memory of a worker of the fullest host; loading and Megatron's activations are not counted."""
+        return self._need_of(self._mean_groups())
+
+    def _mean_groups(self) -> Mapping[str, int]:
+        """Mean of the state groups of one host's workers, of the host whose workers hold most."""
+        stages, cluster = self._groups_by_stage, self.cfg.cluster
+        of_ranks = [stages[rank * len(stages) // cluster.world_size] for rank in range(cluster.world_size)]
+        of_hosts = batched(of_ranks, cluster.workers_per_node)
+        fullest = max(of_hosts, key=lambda ranks: sum(sum(groups.values()) for groups in ranks))
+        return {name: sum(groups[name] for groups in fullest) // len(fullest) for name in fullest[0]}
+
+    def _need_of(self, groups: Mapping[str, int]) -> HostNeed:
         cfg, settings = self.cfg, self.settings
         return host_need(
             settings,
-            self._expected(settings),
+            self._expected(settings, groups),
             on_cpu=not cfg.cluster.gpus_per_node,
             device_bytes=(self.machine.gpu_bytes or 0) if cfg.cluster.gpus_per_node else memory_total_bytes(),
             num_workers=cfg.cluster.workers_per_node,
@@ -209,8 +233,8 @@ class Account:
 
     @cached_property
     def plan(self) -> HostPlan:
-        """The residency plan of one worker."""
-        return self.need.resolve()
+        """The residency plan of the worker that holds most."""
+        return self._need_of(self.groups).resolve()
 
     @cached_property
     def settings(self) -> PolicySettings:
@@ -220,8 +244,8 @@ class Account:
             return grpo_worker(policy, seed)
         return supervised_worker(policy, seed, rows_per_item=2 if isinstance(self.cfg, DpoMasterConfig) else 1)
 
-    def _expected(self, settings: PolicySettings) -> ExpectedBytes:
-        groups, backend = self.groups, settings.backend
+    def _expected(self, settings: PolicySettings, groups: Mapping[str, int]) -> ExpectedBytes:
+        backend = settings.backend
         has_adapters = not groups[GRADS]
         # The adapters' own state is small and not counted.
         sizes = {BASE: groups[PARAMS], PARAMS: 0} if has_adapters else {PARAMS: groups[PARAMS]}
@@ -260,14 +284,13 @@ class Account:
     @cached_property
     def teacher_bytes(self) -> int | None:
         """Bytes of one worker's part of the teacher; None without a teacher or if its size is unknown."""
-        cfg, sizes = self.cfg, self.teacher_sizes
-        if not isinstance(cfg, DistillationMasterConfig) or sizes is None:
+        cfg, sizes, settings = self.cfg, self.teacher_sizes, self.teacher_settings
+        if sizes is None or settings is None:
             return None
-        backend, num_ranks = cfg.policy.backend, cfg.cluster.world_size
-        if isinstance(backend, MegatronConfig):
-            parallel = backend.model_parallel
-            num_ranks = parallel.tensor * parallel.pipeline * backend.expert_model_parallel_size
-        return COMPUTE_DTYPES[cfg.teacher.precision].itemsize * sizes.num_parameters // num_ranks
+        config = local_config(settings.model_name, settings.hf_config_overrides) or {}
+        elements = ModelElements.of(sizes.num_parameters, sizes.num_in_experts, config)
+        held = max(held.total for held in held_by_stage(settings, cfg.cluster.world_size, elements))
+        return COMPUTE_DTYPES[settings.precision].itemsize * held
 
     @cached_property
     def _teacher_groups(self) -> Mapping[str, int]:
@@ -410,6 +433,8 @@ class Account:
             else:
                 size = sizes[row] if row in self._held[phase] or phase in _USED_IN.get(row, ()) else 0
             state[name] = state.get(name, 0) + size
+        if phase is Phase.LP_INFERENCE and REFERENCE in sizes and PARAMS_PART not in sizes:
+            state[REFERENCE] = min(EXCHANGE_BYTES, sizes[PARAMS])
         return state | {"refit buffers": self._refit_buffer_bytes if phase is Phase.REFIT else 0}
 
     @cached_property
@@ -433,20 +458,22 @@ class Account:
         layers = {
             TEACHER: 0 if teacher is None else 2 * self._teacher_groups.get(TEACHER_LAYER, 0) // teacher.num_layers
         }
-        groups, count = self.groups, self.num_parameters
-        elements = (self.shape.vocab_size or 0) * (self.shape.hidden_size or 0)
-        if not count or self.cfg.policy.backend.streamed_share < 1:
+        groups, backend = self.groups, self.cfg.policy.backend
+        if not self.num_parameters or backend.streamed_share < 1:
             return dict.fromkeys((PARAMS, GRADS, OPTIMIZER), 0) | layers
+        held = max(held.total for held in self._stages_hold)
+        on_megatron = isinstance(backend, MegatronConfig)
+        ranks = backend.model_parallel.tensor if on_megatron else self.cfg.cluster.world_size
+        embedding = min(self._elements.in_embedding // ranks, held)
         whole = {**groups, OPTIMIZER: groups[OPTIMIZER] + groups[OPTIMIZER_PART]}
-        return {name: whole[name] * min(elements, count) // count for name in (PARAMS, GRADS, OPTIMIZER)} | layers
+        return {name: whole[name] * embedding // held for name in (PARAMS, GRADS, OPTIMIZER)} | layers
 
     def _early_bytes(self, phase: Phase) -> int:
-        """Bytes of state that may come before its phase: snapshots, groups of the next phase, the optimizer's parts."""
+        """Bytes of state that may come before its use: a reference, groups of the next phase, the optimizer's parts."""
         if not self.cfg.policy.residency_overlap:
             return 0
         plan, sizes, spec = self.plan.plan, self.plan.sizes, PHASES[phase]
-        # A streamed reference comes part by part and is not counted.
-        names = {REFERENCE} if spec.prefetches_snapshots and PARAMS_PART not in sizes else set()
+        names: set[str] = set()
         following = Phase.OPTIM_STEP if phase is Phase.TRAINING else spec.prefetches_for
         if following is not None:
             # Groups that this phase leaves on the host may come early. Parts come early only in passes before the step.
@@ -459,7 +486,11 @@ class Account:
                 and plan.placement(name, following) is Placement.DEVICE
             }
             names |= {OPTIMIZER_PART} if phase is Phase.TRAINING else set()
-        return sum(sizes.get(name, 0) for name in names)
+        num_bytes = sum(sizes.get(name, 0) for name in names)
+        if spec.prefetches_snapshots and REFERENCE in sizes and PARAMS_PART not in sizes:
+            # It changes places with the parameters, in their type. A streamed one comes part by part.
+            num_bytes += sizes[PARAMS]
+        return num_bytes
 
 
 def model_sizes(model_name: str, *, without_weights: bool = False) -> ModelSizes | None:
@@ -489,61 +520,3 @@ def _sizes_by_config(folder: Path) -> ModelSizes | None:
     except BUILD_ERRORS:  # the check of the folder reports them
         return None
     return count_sizes(config.to_dict(), ((name, tensor.numel()) for name, tensor in model.named_parameters()))
-
-
-def least_group_bytes(cfg: PolicyRun, num_parameters: int, num_in_experts: int | None) -> dict[str, int]:
-    """Bytes of one worker's `params`, `grads`, `optimizer` and `optimizer/part`, if parallel ranks share evenly.
-
-    The fullest rank holds at least this. With adapters the frozen model has neither gradients nor optimizer states, and
-    those of the adapters are small.
-
-    Args:
-        cfg: The run.
-        num_parameters: Parameters of the model.
-        num_in_experts: Parameters of its experts; None, if unknown, divides all over expert-parallel ranks.
-    """
-    backend = cfg.policy.backend
-    if isinstance(backend, MegatronConfig):
-        groups = _on_megatron(cfg, backend, num_parameters, num_in_experts)
-    else:
-        groups = _on_dtensor(cfg, num_parameters)
-    streamed_bytes = int(backend.streamed_share * groups[OPTIMIZER])
-    return {**groups, OPTIMIZER: groups[OPTIMIZER] - streamed_bytes, OPTIMIZER_PART: streamed_bytes}
-
-
-def _on_dtensor(cfg: PolicyRun, num_parameters: int) -> dict[str, int]:
-    """Count everything in float32, in as many shards as there are workers."""
-    policy = cfg.policy
-    params_bytes = _FP32_BYTES * num_parameters // cfg.cluster.world_size
-    trained_bytes = 0 if policy.dtensor_cfg.lora_cfg.enabled else params_bytes
-    optimizer_bytes = 0
-    if policy.optimizer is not None:
-        with suppress(ConfigError):  # another rule refuses this optimizer
-            spec = torch_optim.optimizer_spec(policy.optimizer, on_gpu=cfg.cluster.gpus_per_node > 0)
-            optimizer_bytes = spec.bytes_per_element(torch.float32) * (trained_bytes // _FP32_BYTES)
-    return {PARAMS: params_bytes, GRADS: trained_bytes, OPTIMIZER: optimizer_bytes}
-
-
-def _on_megatron(
-    cfg: PolicyRun, megatron: MegatronConfig, num_parameters: int, num_in_experts: int | None
-) -> dict[str, int]:
-    """Divide parameters over tensor-, pipeline- and expert-parallel ranks, and a distributed optimizer over all."""
-    optimizer = megatron.optimizer
-    stages, tensor = megatron.pipeline_model_parallel_size, megatron.tensor_model_parallel_size
-    expert_ranks = megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size
-    if num_in_experts is None:
-        num_in_experts, expert_ranks = num_parameters, tensor * megatron.expert_model_parallel_size
-    num_held = (num_parameters - num_in_experts) // (stages * tensor) + num_in_experts // (stages * expert_ranks)
-    num_trained = 0 if megatron.peft.enabled else num_held
-    num_updated = num_trained
-    if optimizer.use_distributed_optimizer:
-        num_updated = min(num_updated, num_parameters // cfg.cluster.world_size if num_trained else 0)
-    if optimizer.optimizer_cpu_offload:
-        num_updated = int((1 - optimizer.optimizer_offload_fraction) * num_updated)
-    dtype = COMPUTE_DTYPES[cfg.policy.precision]
-    in_fp32 = megatron.distributed_data_parallel_config.grad_reduce_in_fp32
-    return {
-        PARAMS: dtype.itemsize * num_held,
-        GRADS: (_FP32_BYTES if in_fp32 else dtype.itemsize) * num_trained,
-        OPTIMIZER: optimizer_spec.optimizer_spec(optimizer).bytes_per_element(dtype) * num_updated,
-    }

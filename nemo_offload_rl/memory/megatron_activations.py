@@ -111,13 +111,15 @@ def training_need(settings: PolicySettings) -> PassNeed | None:
     """Return what a training pass needs in addition to parameters and gradients; None if that is unknown.
 
     Its moments are the head's backward (with the sum of the output layer's gradients and those of one chunk) and that
-    of the last layer. The first pipeline stage holds the layers of as many micro-batches as there are stages.
+    of the last layer, both in the last pipeline stage, and that of a stage before it, which holds its layers of a
+    micro-batch for each stage from there on. The largest counts, whichever stage has most state.
     """
     megatron = _formulas_apply(settings)
     if megatron is None or (model := _model(settings, megatron)) is None:
         return None
     layer, stages = model.layer, megatron.pipeline_model_parallel_size
-    in_stage = model.num_layers / stages
+    in_stages = megatron.layers_of_stages(model.num_layers)
+    most, last = max(num * (stages - at) for at, num in enumerate(in_stages)), in_stages[-1]
     kept, again = layer.kept, 0.0
     if megatron.activation_checkpointing and megatron.recompute_granularity == "full":
         # The dispatcher of experts still holds tensors of the first pass when they are computed again.
@@ -127,14 +129,14 @@ def training_need(settings: PolicySettings) -> PassNeed | None:
         kept, again = layer.kept - saved, max(0.0, saved)
     if megatron.fine_grained_activation_offloading:
         moved = min(kept, layer.offloaded(tuple(megatron.offload_modules or ())))
-        kept -= moved * megatron.activation_offload_fraction * (in_stage - 1) / in_stage
+        kept -= moved * megatron.activation_offload_fraction * (1 - 1 / max(1, min(in_stages)))
     trained = 0 if megatron.peft.enabled else model.output_bytes
     chunk, chunk_token = _logits(settings, model)
-    waiting = trained if model.is_tied else 0  # until the embedding's gradient comes
+    waiting = trained if model.is_tied and stages == 1 else 0  # until the embedding's gradient comes
     moments = [
-        (chunk + (2 if chunk else 1) * trained, in_stage * kept + 3 * layer.hidden + chunk_token),
-        (waiting, in_stage * kept + again + layer.backward),
-        (0, model.num_layers * kept + again + layer.backward if stages > 1 else 0.0),
+        (chunk + (2 if chunk else 1) * trained, last * kept + 3 * layer.hidden + chunk_token),
+        (waiting, last * kept + again + layer.backward),
+        (0, most * kept + again + layer.backward if stages > 1 else 0.0),
     ]
     return _largest(moments, megatron)
 

@@ -29,8 +29,8 @@ SMALL_LINES = 60
 LIMITS = {
     "imports upward": 0,
     "circles of modules": 0,
-    "modules": 311,
-    "lines": 56723,
+    "modules": 312,
+    "lines": 56860,
     "modules under 60 lines with one importer": 0,
 }
 

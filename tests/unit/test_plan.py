@@ -23,6 +23,9 @@ from nemo_offload_rl.residency import Phase
 from nemo_offload_rl.runs.planned import planned_metrics
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import plan_table  # noqa: E402
+
 GIB = 2**30
 H200_GIB, HOST_GIB = 139.8, 125.87
 DTENSOR = "policy.dtensor_cfg"
@@ -123,7 +126,8 @@ def test_phases_are_sums_of_bytes_for_each_parameter():
     assert phases_gib(plan) == {
         "TRAINING": (16, 0),
         "OPTIM_STEP": (16, 0),
-        "LP_INFERENCE": (4, 0),  # Adam's states were on the host during generation
+        # Adam's states were on the host during generation; the reference comes through two buffers of 64 MiB.
+        "LP_INFERENCE": (4.125, 0),
         "REFIT": (6, 2),  # two buffers of 1 GiB
         "GENERATION": (0, pytest.approx(39.6)),
     }
@@ -182,6 +186,35 @@ def test_what_is_wrong_whatever_the_machine_is_one_line(tmp_path):
         count = None if "model_name" in "".join(overrides) else GIB
         with pytest.raises(ConfigError, match=message):
             plan_for(configs / file, overrides, 80, 1000, count)
+
+
+@pytest.mark.parametrize(
+    "name", ["dpo_packed", "dpo_megatron_rows", "two_sft_tensor_parallel", "two_sft_megatron_pipeline"]
+)
+def test_in_each_phase_the_policy_took_of_a_gpu_what_is_planned(name, tmp_path):
+    seen = json.loads((ROOT / "benchmarks" / "results" / "plan_runs.json").read_text())["cases"][name]
+    _, own = plan_table.short_plan(name, seen, "H200", tmp_path)
+    assert own.keys() >= {Phase.TRAINING, Phase.OPTIM_STEP}
+    for phase, num_bytes in own.items():
+        taken_gib = max(step[f"residency/{phase.value}/peak_gib"] for step in seen["steps"])
+        assert num_bytes / GIB == pytest.approx(taken_gib, rel=0.05), phase
+
+
+def test_stages_of_a_pipeline_hold_their_layers_and_their_end_of_the_model(tmp_path):
+    """Of 36 layers 12 and 24; the fullest stage counts on the GPU, and both on the host."""
+    override, (config, (num_parameters, _)) = write_config(tmp_path, "Qwen3-8B"), PUBLISHED["Qwen3-8B"]
+    keys = "pipeline_model_parallel_size=2", "num_layers_in_first_pipeline_stage=12"
+    backend = ["policy.optimizer=null", f"{DTENSOR}.enabled=false", "policy.megatron_cfg.enabled=true"]
+    backend += [f"policy.megatron_cfg.{key}" for key in keys] + ["cluster.gpus_per_node=2"]
+    offloaded = ["policy.megatron_cfg.optimizer.offload_optimizer_states=true"]
+    plan, _ = plan_run(
+        ROOT / "examples" / "configs" / "sft.yaml", [override, *backend, *offloaded], Target(KNOWN["H200"])
+    )
+    matrix = QWEN3["vocab_size"] * config["hidden_size"]
+    last = 2 * (num_parameters - 2 * matrix) // 3 + matrix
+    groups, need = plan.account.groups, plan.account.need
+    assert groups["params"] == 2 * last and groups["optimizer/part"] == 10 * last
+    assert need.resolve().arena == {"optimizer/part": pytest.approx(10 * num_parameters / 2)}
 
 
 def write_config(folder, name):

@@ -27,6 +27,7 @@ from nemo_offload_rl.residency.table.groups import (
 CAST_AT_ONCE_BYTES = 256 << 20
 PIECE_BYTES = 64 << 20  # exchanged at once; large enough for the speed of the link
 _NUM_BUFFERS = 2  # a piece arrives while the one before it leaves
+EXCHANGE_BYTES = _NUM_BUFFERS * PIECE_BYTES  # of the device that an exchange takes at most
 
 type Pairs = list[tuple[Tensor, Tensor]]
 """Pairs of [N] tensors; the first is on the device and at least as wide as the second."""

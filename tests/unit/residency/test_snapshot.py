@@ -95,6 +95,8 @@ def test_parameters_that_are_read_in_16_bits_are_kept_and_moved_in_16_bits_and_b
         (swap,) = training.manager.reports.drain()
         moved = {} if ahead else {"reference": half, "params": params + 64}
         assert {name: it.bytes_in for name, it in swap.groups.items() if it.bytes_in} == moved
+        # On the device it is as wide as the parameters, with which it changed places.
+        assert training.manager._snapshots.release_staged() == (params + 64 if ahead else 0)
     group = training.manager._snapshots.all["reference"].state.group
     assert snapshot_bytes(group) == 512 * 5  # each storage begins anew in the arena
 

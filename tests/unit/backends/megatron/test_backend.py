@@ -7,6 +7,8 @@ from typing import get_args, get_type_hints
 import pytest
 import torch
 from megatron.core.optimizer import clip_grads
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
 from policy_cases import (
     NLL,
     ONE_RANK,
@@ -15,6 +17,7 @@ from policy_cases import (
     full_params,
     hf_logprobs,
     make_batch,
+    make_megatron_settings,
     make_settings,
     save_family,
     worker_of,
@@ -189,6 +192,21 @@ def test_an_optimizer_whose_update_of_a_part_needs_the_others_does_not_stream(fo
             match="optimizer is adam, whose update of one part of the parameters needs the others; set it to",
         ):
             StreamedStates(backend._optimizer, cfg, replace(optimizer_spec(cfg), is_elementwise=False), {})
+
+
+@pytest.mark.parametrize("ends", [(None, None), (3, None), (None, 4), (2, 2)])
+def test_a_plan_divides_layers_over_stages_as_megatron_does(ends):
+    first, last = ends
+    num_layers = 6 + sum(3 if end is None else end for end in ends)
+    sizes = {
+        "pipeline_model_parallel_size": 4,
+        "num_layers_in_first_pipeline_stage": first,
+        "num_layers_in_last_pipeline_stage": last,
+    }
+    plain = {"hidden_size": 8, "num_attention_heads": 2, "pipeline_dtype": torch.float32}
+    config = TransformerConfig(num_layers=num_layers, **plain, **sizes)
+    expected = tuple(get_num_layers_to_build(config, pp_rank=rank) for rank in range(4))
+    assert replace(make_megatron_settings(), **sizes).layers_of_stages(num_layers) == expected
 
 
 def test_every_optimizer_that_can_be_chosen_has_its_spec():
