@@ -50,6 +50,7 @@ class AsyncVllmEngine(VllmEngineBase):
     def __init__(self, settings: VllmSettings) -> None:
         from vllm import AsyncEngineArgs
         from vllm.platforms import current_platform
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
         arguments = engine_args(settings, device_type=current_platform.device_type)
@@ -67,7 +68,8 @@ class AsyncVllmEngine(VllmEngineBase):
         self._llm: AsyncLLM | None = None
 
         async def start() -> AsyncLLM:
-            return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+            # vLLM's sizes for `LLM`; without it 128 responses run at once, not 1024 as on GPUs of 70 GiB and more.
+            return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
 
         try:
             self._llm = self._wait(start())
