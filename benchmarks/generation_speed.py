@@ -1,10 +1,11 @@
-"""Seconds of one vLLM engine for a rollout of 512 responses of 1024 tokens, by how it is asked.
+"""Seconds of one vLLM engine for a rollout of 512 responses of 1024 tokens, by how it returns logprobs and is set.
 
     python benchmarks/generation_speed.py --json benchmarks/results/generation_speed.json
 
-Each variant runs in a process of its own (vLLM reads its environment variables at import), with a random model: the
-engine in this process, with a seed for each response, and in a process of its own. It prints seconds of each call, the
-first of which compiles, and tokens/s of the fastest. Needs a GPU. Docs: docs/measurements/grpo.md.
+Each variant runs in a process of its own (vLLM reads its environment variables at import), with a random model. Calls
+take turns in one engine: logprobs recorded by its worker, returned by vLLM with each token, and none at all. It also
+counts recorded logprobs that are not bit for bit those that vLLM returns. The first call of each way compiles and is
+left out. Tries itself on a CPU: `--device cpu --shape tiny --prompts 8 --tokens 64`. Docs: docs/measurements/grpo.md.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import astuple
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,81 +29,150 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "base": {},
     "seeds": {"per_request_seeds": True},
     "processes": {"env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}},
+    "async engine": {"async_engine": True},
+    "first runner": {"env": {"VLLM_USE_V2_MODEL_RUNNER": "0"}},
+    "synchronous scheduling": {"kwargs": {"async_scheduling": False}},
+    "graphs of 1024 rows": {"kwargs": {"max_cudagraph_capture_size": 1024}},
     "eager": {"enforce_eager": True},
 }
+WAYS = ("recorded", "returned", "none")
 
 
-def measure(variant: dict[str, Any], model: Path, prompts: int, group: int, tokens: int, calls: int) -> dict[str, Any]:
-    """Seconds of each call, the first with compilation of kernels left out."""
-    from nemo_offload_rl.generation.vllm.engine import VllmEngine
+def settings_of(variant: dict[str, Any], arguments: argparse.Namespace) -> Any:
+    """Settings of the variant's engine."""
     from nemo_offload_rl.keys.engine import VllmSettings
-    from nemo_offload_rl.keys.generation import SamplingSettings
 
+    on_gpu = arguments.device == "cuda"
     settings: dict[str, Any] = {
-        "model_name": str(model),
+        "model_name": str(arguments.model),
         "hf_config_overrides": {},
         "seed": 0,
         "async_engine": False,
-        "precision": "bfloat16",
+        "precision": "bfloat16" if on_gpu else "float32",
         "kv_cache_dtype": "auto",
         "tensor_parallel_size": 1,
         "gpu_memory_utilization": 0.6,
-        "kv_cache_memory_gib": None,
+        "kv_cache_memory_gib": None if on_gpu else 0.25,
         "enable_sleep_mode": True,
-        "max_model_len": tokens + 16,
+        "max_model_len": arguments.tokens + 16,
         "enforce_eager": False,
         "per_request_seeds": False,
         "max_restarts": 0,
         "vllm_kwargs": {"load_format": "auto", **variant.get("kwargs", {})},
     }
-    settings |= {key: value for key, value in variant.items() if key in settings}
+    return VllmSettings(**settings | {key: value for key, value in variant.items() if key in settings})
+
+
+def without_logprobs(engine: Any, prompts: list[list[int]], sampling: Any, group: int) -> int:
+    """Number of tokens that vLLM samples when nobody asks for logprobs."""
+    from vllm import TokensPrompt
+
+    from nemo_offload_rl.generation.vllm.requests import sampling_params
+
+    params = [sampling_params(sampling, group, i, records_logprobs=True) for i in range(len(prompts))]
+    asked = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
+    outputs = engine._engine.generate(asked, params, use_tqdm=False)
+    return sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
+
+
+def different_logprobs(engine: Any, prompts: list[list[int]], sampling: Any, group: int) -> dict[str, int]:
+    """Count tokens that are both recorded and returned, and those of them whose two logprobs differ."""
+    from nemo_offload_rl.generation.vllm.requests import (
+        completion_from_output,
+        recorded_logprobs,
+        sampled_tokens,
+        sampling_params,
+    )
+
+    names = [
+        engine._add(prompt, sampling_params(sampling, group, i, records_logprobs=False))
+        for i, prompt in enumerate(prompts)
+    ]
+    outputs: list[Any] = []
+    while len(outputs) < len(names):
+        outputs += engine._step()
+    wanted = [list(astuple(tokens)) for output in outputs for tokens in sampled_tokens(output)]
+    recorded = chain.from_iterable(recorded_logprobs(engine._rpc("take_logprobs", (wanted, []))))
+    samples = [sample for output in outputs for sample in output.outputs]
+    returned = chain.from_iterable(completion_from_output(sample).logprobs for sample in samples)
+    differs = [one != other for one, other in zip(recorded, returned, strict=True)]
+    return {"tokens": len(differs), "different": sum(differs)}
+
+
+def measure(variant: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of the start, and of each way's calls in turns."""
+    from nemo_offload_rl.generation.vllm.async_engine import AsyncVllmEngine
+    from nemo_offload_rl.generation.vllm.engine import VllmEngine
+    from nemo_offload_rl.keys.generation import SamplingSettings
+
     begin_s = time.perf_counter()
-    engine = VllmEngine(VllmSettings(**settings))
-    result: dict[str, Any] = {"start_s": time.perf_counter() - begin_s, "seconds": []}
-    asked = [[4 + i % 16, 5, 6, 7, 8, 9] for i in range(prompts)]
-    for call in range(calls + 1):
-        sampling = SamplingSettings(max_new_tokens=tokens if call else 8, seed=call)
-        begin_s = time.perf_counter()
-        groups = engine.generate(asked, sampling, group)
-        result["seconds"].append(time.perf_counter() - begin_s)
-    result["tokens"] = sum(len(sample.token_ids) for samples in groups for sample in samples)
-    result["tokens_per_s"] = result["tokens"] / min(result["seconds"][1:])
+    settings = settings_of(variant, arguments)
+    engine = (AsyncVllmEngine if settings.async_engine else VllmEngine)(settings)
+    result: dict[str, Any] = {"start_s": time.perf_counter() - begin_s, "records": engine._records_logprobs}
+    prompts = [[4 + i % 16, 5, 6, 7, 8, 9] for i in range(arguments.prompts)]
+    if not settings.async_engine and result["records"]:
+        few = SamplingSettings(max_new_tokens=min(arguments.tokens, 64), seed=0)
+        result |= different_logprobs(engine, prompts, few, arguments.group)
+    ways = [way for way in arguments.ways if not (way == "none" and settings.async_engine)]
+    result["seconds"] = {way: [] for way in ways}
+    for call in range(arguments.calls + 1):
+        for way in ways:
+            engine.record_logprobs(way == "recorded")
+            sampling = SamplingSettings(max_new_tokens=arguments.tokens if call else 8, seed=call)
+            begin_s = time.perf_counter()
+            if way == "none":
+                num_tokens = without_logprobs(engine, prompts, sampling, arguments.group)
+            else:
+                groups = engine.generate(prompts, sampling, arguments.group)
+                num_tokens = sum(len(sample.logprobs) for samples in groups for sample in samples)
+            if call:
+                result["seconds"][way].append(time.perf_counter() - begin_s)
+    result["tokens_of_a_call"] = num_tokens
     engine.shutdown()
     return result
 
 
+def show(name: str, result: dict[str, Any]) -> None:
+    """Print a variant's row: median seconds of each way, as a multiple of those without logprobs, and tokens/s."""
+    seconds = {way: statistics.median(calls) for way, calls in result["seconds"].items()}
+    base_s = seconds.get("none") or min(seconds.values())
+    cells = [f"{way} {s:7.2f} s ({s / base_s:.3f}x)" for way, s in seconds.items()]
+    speed = result["tokens_of_a_call"] / seconds.get("recorded", base_s)
+    different = f"{result['different']} of {result['tokens']} differ" if "different" in result else ""
+    print(f"{name:24}", *cells, f"{speed:8.0f} tokens/s", f"start {result['start_s']:.0f} s", different, sep="  ")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variants", nargs="+", default=["base", "seeds", "processes"], choices=VARIANTS)
+    parser.add_argument("--variants", nargs="+", default=["base"], choices=VARIANTS)
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--shape", default="0.6B")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--calls", type=int, default=2)
+    parser.add_argument("--calls", type=int, default=3)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    sizes = (arguments.prompts, arguments.group, arguments.tokens, arguments.calls)
     if arguments.one:
-        print(json.dumps(measure(VARIANTS[arguments.one], arguments.model, *sizes)))
+        print(json.dumps(measure(VARIANTS[arguments.one], arguments)))
         return
     from nemo_offload_rl.generation.vllm.engine_args import vllm_env
 
     results: dict[str, Any] = {**measured_with(), "variants": {}}
     with tempfile.TemporaryDirectory() as folder:
-        make_model(Path(folder), arguments.shape, "cuda", ties_embeddings=True)
+        make_model(Path(folder), arguments.shape, arguments.device, ties_embeddings=True)
         for name in arguments.variants:
-            env = {**os.environ, **vllm_env("cuda"), **VARIANTS[name].get("env", {})}
-            command = [sys.executable, __file__, "--one", name, "--model", folder]
-            for option, value in zip(("--prompts", "--group", "--tokens", "--calls"), sizes, strict=True):
-                command += [option, str(value)]
+            env = {**os.environ, **vllm_env(arguments.device), **VARIANTS[name].get("env", {})}
+            command = [sys.executable, *sys.argv, "--one", name, "--model", folder]
             done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True)
             if done.returncode:
                 print(f"{name}: status {done.returncode}")
                 continue
             results["variants"][name] = json.loads(done.stdout.splitlines()[-1])
-            print(name, json.dumps(results["variants"][name]))
+            show(name, results["variants"][name])
             write_result(arguments.json, results)
 
 
