@@ -144,14 +144,24 @@ class Plan:
     def _phase_lines(self) -> list[str]:
         table = self.gib_by_owner()
         owners = list(next(iter(table.values())))
-        titles = ["GPU, GiB of " + format(self.target.gpu.memory_bytes / _GIB, ".1f"), *owners, "sum", "left", "early"]
+        titles = [
+            "GPU, GiB of " + format(self.target.gpu.memory_bytes / _GIB, ".1f"),
+            *owners,
+            "sum",
+            "left",
+            "early",
+            "leaving",
+        ]
         rows = [titles]
         for use in self.phases:
             sizes = [*table[use.phase.name].values()]
-            sizes += [size / _GIB for size in (use.total_bytes, use.left_bytes, use.early_bytes)]
+            sizes += [size / _GIB for size in (use.total_bytes, use.left_bytes, use.early_bytes, use.leaving_bytes)]
             rows.append([use.phase.name, *(format(size, ".1f") for size in sizes)])
         note = "left: " + ("free" if self.counts_passes else "for activations, which are not counted")
-        lines = [*_aligned(rows), f"{note}; early: state of the phase that follows, which comes where there is room"]
+        lines = [
+            *_aligned(rows),
+            f"{note}; early, leaving: state of the phase after, or before, which is there if it has room",
+        ]
         if self.omits_teacher:
             lines.append("the teacher is not counted: teacher.model_name is no local folder with a model's config.json")
         if self.streamed:
@@ -195,6 +205,7 @@ class Plan:
                     "gib": self.gib_by_owner()[use.phase.name],
                     "left_gib": use.left_bytes / _GIB,
                     "early_gib": use.early_bytes / _GIB,
+                    "leaving_gib": use.leaving_bytes / _GIB,
                 }
                 for use in self.phases
             },

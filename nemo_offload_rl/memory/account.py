@@ -101,6 +101,7 @@ class PhaseUse:
     other_bytes: int
     pass_bytes: int | None
     early_bytes: int
+    leaving_bytes: int
     gpu_bytes: int
     limit_bytes: int | None
 
@@ -111,7 +112,7 @@ class PhaseUse:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all owners, without state that comes early."""
+        """Bytes of all owners, without state that comes early or is leaving."""
         return self.state_bytes + (self.pass_bytes or 0) + self.engine_bytes + self.other_bytes
 
     @property
@@ -124,8 +125,8 @@ class PhaseUse:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of all owners at the peak: state comes early as far as passes leave room, less a reserve."""
-        return self.total_bytes + min(self.early_bytes, max(0, self.left_bytes - RESERVE_BYTES))
+        """Bytes of all owners at the peak: state of other phases is there as far as there is room, less a reserve."""
+        return self.total_bytes + min(self.early_bytes + self.leaving_bytes, max(0, self.left_bytes - RESERVE_BYTES))
 
     @property
     def is_short(self) -> bool:
@@ -359,6 +360,7 @@ class Account:
                 other_bytes=self._rest_bytes(phase),
                 pass_bytes=self._pass_bytes(phase),
                 early_bytes=self._early_bytes(phase),
+                leaving_bytes=self._leaving_bytes(phase),
                 gpu_bytes=gpu_bytes,
                 limit_bytes=None if limit_gib is None else int(limit_gib * _GIB),
             )
@@ -392,11 +394,26 @@ class Account:
 
     def _pass_bytes(self, phase: Phase) -> int | None:
         """Most bytes that a pass of the phase needs with the configuration's largest micro-batch; None if unknown."""
+        if phase is Phase.OPTIM_STEP:
+            return self._update_bytes
         if phase not in PASSES:
             return 0
         need = self.pass_needs.get(PASSES[phase])
         num_tokens = most_tokens(PASSES[phase], self.settings, self.teacher_settings)
         return None if need is None else need.num_bytes(num_tokens)
+
+    @property
+    def _update_bytes(self) -> int:
+        """Temporary bytes of the optimizer's step, in which torch updates one parameter after the other.
+
+        A fused kernel has none; AdamW without it makes two tensors of the parameter's size. Counted for the embedding.
+        """
+        policy, elements = self.cfg.policy, (self.shape.vocab_size or 0) * (self.shape.hidden_size or 0)
+        optimizer, backend = policy.optimizer, policy.backend
+        is_whole = not isinstance(backend, MegatronConfig) and not backend.streams_parameters and self.groups[GRADS] > 0
+        if optimizer is None or not is_whole or optimizer.kwargs.get("fused"):
+            return 0
+        return 2 * COMPUTE_DTYPES["float32"].itemsize * elements // self.cfg.cluster.world_size
 
     @property
     def _refit_buffer_bytes(self) -> int:
@@ -491,6 +508,16 @@ class Account:
             # It changes places with the parameters, in their type. A streamed one comes part by part.
             num_bytes += sizes[PARAMS]
         return num_bytes
+
+    def _leaving_bytes(self, phase: Phase) -> int:
+        """Bytes that the optimizer's step leaves on the GPU, and that are copied to the host during the refit.
+
+        State that leaves as passes begin is gone long before their peak.
+        """
+        if phase is not Phase.REFIT or not self.cfg.policy.residency_overlap:
+            return 0
+        leaving = self._held[Phase.OPTIM_STEP] - self._held[phase]
+        return sum(size for name, size in self.plan.sizes.items() if name in leaving)
 
 
 def model_sizes(model_name: str, *, without_weights: bool = False) -> ModelSizes | None:

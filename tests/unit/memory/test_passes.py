@@ -88,7 +88,7 @@ def test_planned_peaks_of_passes_are_within_five_percent_of_measured_ones(number
 
 def test_a_phase_is_short_if_state_is_or_passes_exceed_the_gpu_by_more_than_their_error():
     def use(state: int, passes: int | None, limit: int | None = None) -> PhaseUse:
-        return PhaseUse(Phase.TRAINING, {"params": state}, 0, 0, passes, 30, 100, limit)
+        return PhaseUse(Phase.TRAINING, {"params": state}, 0, 0, passes, 20, 10, 100, limit)
 
     assert use(60, 20).peak_bytes == 80  # state comes early only where a reserve is left, larger than this GPU
     assert not use(100, None).is_short and use(101, None).is_short
