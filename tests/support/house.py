@@ -30,7 +30,7 @@ LIMITS = {
     "imports upward": 0,
     "circles of modules": 0,
     "modules": 312,
-    "lines": 56860,
+    "lines": 57000,
     "modules under 60 lines with one importer": 0,
 }
 
