@@ -29,6 +29,16 @@ def test_experts_run_on_kernels_that_leave_their_weights_as_they_are() -> None:
     assert engine_args(load_grpo_config(EXEMPLAR, []).engine, "cuda")["moe_backend"] == "triton"
 
 
+@pytest.mark.parametrize(("value", "warnings"), [("false", 1), ("true", 0)])
+def test_an_engine_on_a_gpu_that_waits_for_the_host_in_each_step_is_warned_of(value, warnings, caplog) -> None:
+    config = load_grpo_config(EXEMPLAR, [f"+policy.generation.vllm_kwargs.async_scheduling={value}"])
+    assert engine_args(config.engine, "cuda")["async_scheduling"] is (value == "true")
+    assert [record.getMessage() for record in caplog.records if "async_scheduling" in record.getMessage()] == [
+        "vllm_kwargs.async_scheduling is false, so the GPU waits for the host after each token (512 responses of 1,024 "
+        "tokens took 25.4 s instead of 16.9 s); remove the key"
+    ] * warnings
+
+
 def test_every_argument_of_the_installed_vllm_is_allowed_refused_or_a_key() -> None:
     spec = importlib.util.find_spec("vllm")  # importing it takes 10 s
     assert spec is not None and spec.origin is not None
