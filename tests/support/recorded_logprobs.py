@@ -1,4 +1,4 @@
-"""Responses whose logprobs are both recorded by the worker and returned by vLLM, in one run of each engine.
+"""Compares logprobs that the worker records with those that vLLM returns, in one run of each engine.
 
     python recorded_logprobs.py FOLDER VERDICTS
 
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from engine_process import engine_here, engine_settings
 from model_families import save_family_folder
-from tiny_models import make_tokenizer
 
 from nemo_offload_rl.generation.vllm.logprob_recorder import LogprobRecorder
 from nemo_offload_rl.generation.vllm.requests import (
@@ -41,7 +40,12 @@ CASES: dict[str, dict[str, Any]] = {
     "stop strings": {"stop_strings": tuple("aeiou")},
 }
 # 6 blocks of 128 tokens, for 8 responses of up to 330; prompts are read 100 tokens at a time.
-CRAMPED = {"num_gpu_blocks_override": 7, "max_num_batched_tokens": 100, "enable_chunked_prefill": True}
+CRAMPED = {
+    "block_size": 128,
+    "num_gpu_blocks_override": 7,
+    "max_num_batched_tokens": 100,
+    "enable_chunked_prefill": True,
+}
 
 
 def compared(engine: Any, **changes: Any) -> dict[str, Any]:
@@ -83,15 +87,16 @@ def counted(self: LogprobRecorder, logprobs: Any, requests: Any, positions: Any,
 
 def main(folder: Path, verdicts: Path) -> None:
     save_family_folder(folder, "qwen3")
-    make_tokenizer()
     LogprobRecorder.add = counted
     results: dict[str, Any] = {}
     load = {"load_format": "auto"}
-    engine = engine_here(engine_settings(folder, vllm_kwargs=load))
+    precision = "bfloat16" if torch.cuda.is_available() else "float32"
+    same: dict[str, Any] = {"precision": precision, "enable_sleep_mode": False}  # one engine of a process may sleep
+    engine = engine_here(engine_settings(folder, **same, vllm_kwargs=load))
     for name, changes in CASES.items():
         results[name] = compared(engine, **changes)
     engine.shutdown()
-    engine = engine_here(engine_settings(folder, vllm_kwargs={**load, **CRAMPED}, per_request_seeds=False))
+    engine = engine_here(engine_settings(folder, **same, vllm_kwargs={**load, **CRAMPED}, per_request_seeds=False))
     scheduler = engine._llm.llm_engine.engine_core.engine_core.scheduler
     preempt = scheduler._preempt_request
 

@@ -59,14 +59,18 @@ def test_a_token_that_was_not_recorded_is_named() -> None:
         recorder.take([SampledTokens("a", 1, 2), SampledTokens("b", 1, 2)])
 
 
-def test_recorded_logprobs_are_bit_by_bit_those_that_vllm_returns(tmp_path: Path) -> None:
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_recorded_logprobs_are_bit_by_bit_those_that_vllm_returns(device: str, tmp_path: Path) -> None:
     verdicts, output = tmp_path / "verdicts.json", tmp_path / "output"
     output.mkdir()
     script = Script(
         [Path(__file__).parents[2] / "support/recorded_logprobs.py", tmp_path / "model", verdicts],
         output,
         cwd=tmp_path,
-        env={**os.environ, **vllm_env("cpu")},
+        env={**os.environ, **vllm_env(device)},
     )
     ended = script.wait(1500)
     assert ended.status == 0, ended.stderr
