@@ -114,6 +114,14 @@ class RolloutEngine:
             self._is_awake = False
             self._with_restarts(lambda: self._engine.finish_generation(discard_weights=True))
 
+    def start_trace(self) -> None:
+        """See `Traced`."""
+        self._with_restarts(self._engine.start_trace)
+
+    def stop_trace(self, prefix: str) -> list[str]:
+        """See `Traced`; an engine that was restarted meanwhile writes none."""
+        return self._with_restarts(lambda: self._engine.stop_trace(prefix))
+
     def make_room(self, on_devices: bool) -> None:
         """Wait at most `_HANDOVER_S` for a handover, whatever its outcome; with `on_devices` end the engines."""
         handover, self._handover = self._handover, None

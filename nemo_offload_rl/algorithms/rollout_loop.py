@@ -24,6 +24,7 @@ from nemo_offload_rl.experience.types import RolloutBatch
 from nemo_offload_rl.keys.generation import GenerationConfig
 from nemo_offload_rl.keys.grpo import RolloutSectionConfig
 from nemo_offload_rl.utils.timer import PhaseTimer, timing_metrics
+from nemo_offload_rl.utils.traces import StepTraces
 
 _REASONS = {
     "failed": "scoring failed",
@@ -91,6 +92,8 @@ class RolloutLoop:
             bring=bring,
         )
         self.sampler = RolloutSampler(parts, self.engine, self.timer, settings.seed)
+        traced = (parts.policy, self.engine)
+        self._traces = StepTraces(parts.profile_steps, parts.logger.run_dir, traced, self.timer, parts.progress.note)
         self._total_tokens = 0.0
         self._last_validation: Mapping[str, float] | None = None  # of the last step; {} if it had none
         # Logged with the first step, by prefix.
@@ -125,7 +128,9 @@ class RolloutLoop:
             self._logger.commit()
         while step < last_step and parts.loader.num_batches_left:
             step += 1
+            self._traces.begin(step)
             yield step
+            self._traces.end(step)
             if self.end.step_done(step, last_step):
                 break
 

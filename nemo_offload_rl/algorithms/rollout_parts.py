@@ -59,3 +59,4 @@ class RolloutParts:
     overlong_rows: Mapping[str, int] = field(default_factory=dict[str, int])
     pausing: PausingEngine | None = None
     planned: Mapping[str, float] = field(default_factory=dict[str, float])
+    profile_steps: Sequence[int] = ()

@@ -25,6 +25,7 @@ from nemo_offload_rl.utils.logger import RunLogger
 from nemo_offload_rl.utils.memory_sampler import MemorySampler
 from nemo_offload_rl.utils.progress import RunProgress
 from nemo_offload_rl.utils.timer import PhaseTimer, timing_metrics
+from nemo_offload_rl.utils.traces import StepTraces
 
 
 class Recipe(Protocol):
@@ -108,6 +109,7 @@ class SupervisedParts:
     memory: MemorySampler
     num_samples_to_print: int
     planned: Mapping[str, float] = field(default_factory=dict[str, float])
+    profile_steps: Sequence[int] = ()
 
 
 class SupervisedTrainer:
@@ -128,6 +130,8 @@ class SupervisedTrainer:
         self._logger = run_logger
         self._progress = progress
         self._timer = PhaseTimer()
+        traced, say = (parts.policy,), progress.note
+        self._traces = StepTraces(parts.profile_steps, run_logger.run_dir, traced, self._timer, say)
         self._total_tokens = 0.0
         # Logged with the first step, by prefix.
         self._about_run = {"data": overlong_metrics(parts.recipe.overlong_rows), "plan": parts.planned}
@@ -147,7 +151,9 @@ class SupervisedTrainer:
             self._begin(resume_from)
             while step < last_step:
                 step += 1
+                self._traces.begin(step)
                 self.step(step, is_last=step == last_step)
+                self._traces.end(step)
                 if self._end.step_done(step, last_step):
                     break
 

@@ -188,6 +188,15 @@ class RayGenerationEngine:
         """See `PausingEngine`; needs `async_engine`."""
         self._group.run_all(AsyncVllmEngine.resume_generation)
 
+    def start_trace(self) -> None:
+        """See `Traced`."""
+        self._group.run_all(VllmEngine.start_trace)
+
+    def stop_trace(self, prefix: str) -> list[str]:
+        """See `Traced`; the names end with the engine's number and the worker's rank in it."""
+        names = [(f"{prefix}_engine_{number}",) for number in range(self._group.world_size)]
+        return [problem for problems in self._group.run_each(VllmEngine.stop_trace, names) for problem in problems]
+
     def shutdown(self) -> None:
         """See `GenerationEngine`."""
         self._group.shutdown()

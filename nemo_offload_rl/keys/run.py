@@ -86,6 +86,13 @@ class LoggerConfig:
     memory_sample_period_s: Annotated[
         float, doc("Seconds between lines of `log_dir`/memory.jsonl; a long period may miss a peak.", gt=0)
     ] = 0.2
+    profile_steps: Annotated[
+        tuple[int, ...],
+        doc(
+            "Steps to trace with torch's profiler, such as `[3, 5]`: one file for each worker and engine in "
+            "`log_dir`/traces, which https://ui.perfetto.dev shows. Writing them takes seconds to minutes."
+        ),
+    ] = ()
     tensorboard_enabled: Annotated[bool, doc("Also write TensorBoard events to `log_dir`/tensorboard.")] = False
     wandb_enabled: Annotated[bool, doc("Also write to Weights & Biases; needs the section `logger.wandb`.")] = False
     wandb: Annotated[WandbConfig, doc("Weights & Biases; can be removed with `~logger.wandb`.")] | None = None

@@ -21,6 +21,7 @@ from nemo_offload_rl.keys.dtensor import DTensorConfig
 from nemo_offload_rl.keys.worker import PolicySettings
 from nemo_offload_rl.policy.peers import LostConnectionError, Peers
 from nemo_offload_rl.residency import DeviceOutOfMemoryError, PassKind, Phase, ResidencyManager, row_of
+from nemo_offload_rl.utils.traces import named_range
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +90,7 @@ class Attempt[Batch: TokenBatch]:
     Args:
         micro_batches: See the attribute.
         peers: The other ranks of the pass; None if there are none.
+        name: Name of the pass in traces.
 
     Attributes:
         micro_batches: The micro-batches of the pass.
@@ -96,17 +98,20 @@ class Attempt[Batch: TokenBatch]:
         is_broken: This rank has left the pass before its end, because of its own error or another rank's.
     """
 
-    def __init__(self, micro_batches: MicroBatches[Batch], peers: Peers | None = None) -> None:
+    def __init__(self, micro_batches: MicroBatches[Batch], peers: Peers | None = None, name: str = "pass") -> None:
         self.micro_batches = micro_batches
         self.error: BaseException | None = None
         self.is_broken = False
         self._peers = peers
+        self._range = named_range(name)
 
     def __enter__(self) -> None:
+        self._range.__enter__()
         if self._peers is not None:
             self._peers.begin_pass()
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> bool:
+        self._range.__exit__(None, None, None)
         peers = self._peers
         was_aborted = peers is not None and peers.has_aborted  # then memory ran out over arbitrary results
         if not was_aborted and _is_out_of_memory(error):
@@ -187,7 +192,7 @@ class Passes:
         """
         may_evict = True
         while True:
-            attempt = Attempt(self._ready(kind, batch, rows), self._peers)
+            attempt = Attempt(self._ready(kind, batch, rows), self._peers, f"{kind} pass")
             yield attempt
             if not self._has_failed(kind, attempt):
                 return

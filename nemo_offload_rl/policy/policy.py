@@ -150,6 +150,14 @@ class Policy:
         """Return the transitions since the last call, by rank."""
         return self._group.run_all(PolicyWorker.residency_reports)
 
+    def start_trace(self) -> None:
+        """See `Traced`."""
+        self._group.run_all(PolicyWorker.start_trace)
+
+    def stop_trace(self, prefix: str) -> list[str]:
+        """See `Traced`."""
+        return [problem for problem in self._group.run_all(PolicyWorker.stop_trace, prefix) if problem is not None]
+
     # -- compute ---------------------------------------------------------------------------------------------------
 
     @property

@@ -48,6 +48,7 @@ from nemo_offload_rl.residency import (
 )
 from nemo_offload_rl.utils.checksums import damaged_files, file_checksums, files_below
 from nemo_offload_rl.utils.garbage import collect_garbage
+from nemo_offload_rl.utils.traces import ProcessTrace, named_range
 from nemo_offload_rl.weight_sync.cuda_ipc import CudaIpcSender
 from nemo_offload_rl.weight_sync.nccl import NcclGroup, NcclSender
 from nemo_offload_rl.weight_sync.sender import BucketSender, DiscardingSender
@@ -108,6 +109,7 @@ class PolicyWorker:
             settings, self.residency, peers=peers, backend_makes_room=make_room, gather_again=gather_again
         )
         self._skipped = SkippedUpdates(settings.max_skipped_updates, self._backend.state_groups)
+        self._trace = ProcessTrace()
         self._is_whole = True  # False if an update broke off, or not all updates of a step were made
         self._sender: BucketSender | None = None
         self._refit_group: NcclGroup | None = None
@@ -152,7 +154,8 @@ class PolicyWorker:
         return self._enter(Phase.GENERATION, waits_for_all=wait_for_all)
 
     def _enter(self, phase: Phase, *, waits_for_all: bool = True) -> TransitionReport:
-        with told_out_of_memory(self.residency, f"the transition to {phase.value}", self._passes.state_advice):
+        name = f"transition to {phase.value}"
+        with named_range(name), told_out_of_memory(self.residency, f"the {name}", self._passes.state_advice):
             return self._communicators.enter(self.residency, phase, waits_for_all=waits_for_all)
 
     def residency_plan(self) -> str:
@@ -163,6 +166,14 @@ class PolicyWorker:
     def residency_reports(self) -> list[TransitionReport]:
         """Return the transitions since the last call."""
         return self.residency.reports.drain()
+
+    def start_trace(self) -> None:
+        """Begin a trace of this process."""
+        self._trace.start()
+
+    def stop_trace(self, prefix: str) -> str | None:
+        """Write the trace to `prefix`_policy_RANK.json.gz; see `ProcessTrace.stop`."""
+        return self._trace.stop(f"{prefix}_policy_{self._backend.rank_info.rank}")
 
     def _require(self, verb: str, *phases: Phase) -> None:
         if self.residency.phase not in phases:
@@ -241,6 +252,7 @@ class PolicyWorker:
         """
         self._saver.wait_before_write()
         with (
+            named_range("update"),
             told_out_of_memory(self.residency, "the update", self._passes.state_advice),
             self.residency.during(Phase.OPTIM_STEP),
             self.residency.writing_state(),
@@ -373,8 +385,9 @@ class PolicyWorker:
         """Return the next bucket of the refit, None after the last; with `starts_copies`, start more copies out."""
         if self._sender is None:
             raise RuntimeError("next_bucket was called before start_refit")
-        self.residency.release_finished(to_driver=False, starts_more=starts_copies)
-        return self._sender.next_bucket()
+        with named_range("refit bucket"):
+            self.residency.release_finished(to_driver=False, starts_more=starts_copies)
+            return self._sender.next_bucket()
 
     def abandon_refit(self) -> None:
         """Give up an unfinished refit with its memory, and the communicator with engines that are gone."""
@@ -465,6 +478,7 @@ class PolicyWorker:
     def shutdown(self) -> None:
         """Free host memory and leave the process group; the worker cannot be used afterwards."""
         self._saver.wait_before_write()
+        self._trace.drop()
         with ExitStack() as ends:
             ends.callback(self._made.close)
             ends.callback(self.residency.close)

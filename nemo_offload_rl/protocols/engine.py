@@ -8,6 +8,7 @@ from typing import Protocol
 
 from nemo_offload_rl.keys.generation import SamplingSettings
 from nemo_offload_rl.protocols.refit import WeightBucket
+from nemo_offload_rl.utils.traces import Traced
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ type Finished = tuple[int, int, Completion]
 """Place of a prompt, number of the response among the prompt's, and the response."""
 
 
-class GenerationEngine(Protocol):
+class GenerationEngine(Traced, Protocol):
     """One inference engine with all of its tensor-parallel ranks."""
 
     def generate(

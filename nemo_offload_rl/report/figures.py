@@ -12,6 +12,7 @@ from nemo_offload_rl.errors import DataError
 from nemo_offload_rl.utils.logger import METRICS_FILE
 
 OTHER = "other"
+_OF_DRIVER = ("data", "reward", "advantages", "profile")
 
 _BYTE_UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 _MOVES = ("residency/bytes_out", "residency/bytes_in", "residency/bytes_freed")
@@ -73,6 +74,15 @@ def phase_layers(metrics: Metrics) -> Layers | None:
     totals = metrics.values_at("timing/total_s", steps)
     rest = [max(0.0, total - sum(part[i] for part in parts.values())) for i, total in enumerate(totals)]
     return Layers(steps, "seconds per step", {**parts, OTHER: rest})
+
+
+def driver_seconds(layers: Layers) -> list[float]:
+    """Seconds of each step in which the driver waits for neither the engine nor a pass of the policy, nor for a save.
+
+    It draws data, scores, computes advantages, traces and keeps books then.
+    """
+    of_driver = [layers.values[name] for name in (*_OF_DRIVER, OTHER) if name in layers.values]
+    return [sum(seconds) for seconds in zip(*of_driver, strict=True)]
 
 
 def residency_layers(metrics: Metrics) -> Layers | None:

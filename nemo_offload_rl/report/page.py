@@ -20,6 +20,7 @@ from nemo_offload_rl.report.figures import (
     Stack,
     byte_unit,
     bytes_moved,
+    driver_seconds,
     phase_layers,
     read_metrics,
 )
@@ -151,6 +152,13 @@ def summary(metrics: Metrics) -> list[tuple[str, str]]:
         values = metrics.finite(row.metric)
         if values:
             rows.append((row.label, row.text(values)))
+    layers = phase_layers(metrics)
+    if layers is not None:
+        first = 1 if len(layers.steps) > 1 else 0
+        driver_s = median(driver_seconds(layers)[first:])
+        step_s = median(metrics.values_at("timing/total_s", layers.steps[first:]))
+        share = f", {driver_s / step_s:.1%} of a step" if step_s else ""
+        rows.append(("driver outside engine and passes, median", f"{driver_s:.2f} s{share}"))
     for name in metrics.names():
         steps = [step for step, value in zip(*metrics.series(name), strict=True) if not math.isfinite(value)]
         if steps:

@@ -10,7 +10,7 @@ from nemo_offload_rl.algorithms.metric_names import data_set_problem
 from nemo_offload_rl.distributed.preflight import check_start
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.master import RunConfig
-from nemo_offload_rl.keys.run import ClusterConfig
+from nemo_offload_rl.keys.run import ClusterConfig, LoggerConfig
 from nemo_offload_rl.utils.progress import RunProgress
 
 
@@ -54,3 +54,12 @@ def check_data_sets(config: RunConfig, data_sets: Mapping[str, Iterable[str]]) -
         problem = data_set_problem(config.checkpointing.metric_name, data_sets)
         if problem is not None:
             raise ConfigError(problem)
+
+
+def check_profile_steps(logger: LoggerConfig, last_step: int) -> None:
+    """Check that the run has the steps that are to be traced; those before a resumed run's first are left out."""
+    wrong = [step for step in logger.profile_steps if not 1 <= step <= last_step]
+    if wrong:
+        raise ConfigError(
+            f"logger.profile_steps names step {wrong[0]}, but the run has steps 1 to {last_step}; name some of these"
+        )

@@ -27,7 +27,7 @@ from nemo_offload_rl.data.tokenizer import check_token_ids, load_tokenizer
 from nemo_offload_rl.experience.rollouts import Decode, Turns
 from nemo_offload_rl.keys.master import GrpoConfig, RolloutConfig
 from nemo_offload_rl.keys.worker import TeacherSettings
-from nemo_offload_rl.runs.checks import begin, check_data_sets
+from nemo_offload_rl.runs.checks import begin, check_data_sets, check_profile_steps
 from nemo_offload_rl.runs.environments import load_code, open_environments
 from nemo_offload_rl.runs.planned import planned_metrics
 from nemo_offload_rl.runs.result import RunResult, data_line, result_of, show_beginning
@@ -142,6 +142,7 @@ def open_run(
     with ExitStack() as stack:
         stack.enter_context(checkpoints.locked())
         resume_from, num_steps = resume_point(checkpoints, loader, section.max_num_steps, name)
+        check_profile_steps(config.logger, num_steps)
         environments = stack.enter_context(open_environments(config.env, code, prompts, needs_answers=teacher is None))
         resume_after = None if resume_from is None else resume_from.step
         run_logger = stack.enter_context(RunLogger(config.logger, config.resolved, resume_after, given.callbacks))
@@ -180,6 +181,7 @@ def open_run(
             overlong_rows=prompts.overlong,
             pausing=workers.engine if config.engine.async_engine else None,
             planned=planned_metrics(config),
+            profile_steps=config.logger.profile_steps,
         )
         stack.enter_context(frozen_objects())
         yield parts, num_steps, resume_from

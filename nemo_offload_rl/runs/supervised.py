@@ -33,7 +33,7 @@ from nemo_offload_rl.data.tokenizer import check_token_ids, load_tokenizer, padd
 from nemo_offload_rl.keys.master import DpoConfig, SftConfig, SupervisedConfig
 from nemo_offload_rl.keys.supervised import SupervisedSectionConfig
 from nemo_offload_rl.policy.policy import Policy
-from nemo_offload_rl.runs.checks import begin, check_data_sets
+from nemo_offload_rl.runs.checks import begin, check_data_sets, check_profile_steps
 from nemo_offload_rl.runs.planned import planned_metrics
 from nemo_offload_rl.runs.result import RunResult, data_line, result_of, show_beginning
 from nemo_offload_rl.utils.garbage import frozen_objects
@@ -200,6 +200,7 @@ def _train(
     with ExitStack() as stack:
         stack.enter_context(checkpoints.locked())
         resume_from, num_steps = resume_point(checkpoints, loader, settings.max_num_steps, name)
+        check_profile_steps(config.logger, num_steps)
         resume_after = None if resume_from is None else resume_from.step
         run_logger = stack.enter_context(RunLogger(config.logger, config.resolved, resume_after, callbacks))
         progress = stack.enter_context(RunProgress(num_steps, resume_after or 0, console))
@@ -225,6 +226,7 @@ def _train(
             memory=memory,
             num_samples_to_print=config.logger.num_val_samples_to_print,
             planned=planned_metrics(config),
+            profile_steps=config.logger.profile_steps,
         )
         stack.enter_context(frozen_objects())
         SupervisedTrainer(settings, made, run_logger, progress).run(num_steps, resume_from)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gzip
 import json
 import os
 import re
@@ -278,6 +279,17 @@ def launch_grpo() -> Callable[..., Finished]:
 def run_in_one_process(run_grpo: Callable[..., Finished]) -> Callable[..., Finished]:
     """`run_grpo` with policy and engine in the run's own process, which takes a fifth of the time."""
     return partial(run_grpo, script="tests/support/one_process_grpo.py")
+
+
+@pytest.fixture(scope="session")
+def names_in_trace() -> Callable[[Path], set[str]]:
+    """Names of the events in a trace file."""
+
+    def read(path: Path) -> set[str]:
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+        return {event["name"] for event in events if event.get("ph") == "X"}
+
+    return read
 
 
 @pytest.fixture(scope="session")

@@ -49,11 +49,12 @@ def test_a_run_with_weights_in_flight_outlives_its_engine_and_leaves_nothing_beh
 
 
 def test_a_run_that_waits_for_its_rollouts_ends_by_itself_and_says_how_long_training_waited(
-    run_grpo, model_folder, joined, read_metrics, tmp_path
+    run_grpo, model_folder, joined, read_metrics, names_in_trace, tmp_path
 ):
     done = run_grpo(
         f"policy.model_name={model_folder}",
         f"logger.log_dir={tmp_path / 'run'}",
+        "logger.profile_steps=[2]",
         *AHEAD,
         f"grpo.max_num_steps={STEPS}",
         "grpo.val_at_start=false",
@@ -69,3 +70,5 @@ def test_a_run_that_waits_for_its_rollouts_ends_by_itself_and_says_how_long_trai
         assert metrics[step]["timing/collector/generation_s"] > 0
     assert "validation/accuracy" in metrics[STEPS]
     assert "died" not in done.stderr
+    # The engine's worker is in a process of vLLM's, which serves the next step meanwhile.
+    assert "aten::mm" in names_in_trace(tmp_path / "run" / "traces" / "step_2_engine_0_0.json.gz")

@@ -34,6 +34,7 @@ def run(folder, model_folder, launch_grpo):
         f"grpo.max_num_steps={LAST_STEP}",
         "logger.num_val_samples_to_print=2",
         "grpo.log_rollouts=true",
+        "logger.profile_steps=[3]",
     )
     assert done.status == 0, done.stderr
     return done
@@ -59,8 +60,8 @@ def test_a_run_measures_exactly_what_the_documentation_says(metrics):
     assert len(refit) == 6
     once = documented("Once, with the first step")
     assert_measures(metrics[1], (training - refit) | once)  # the engine is awake since the first validation
-    assert_measures(metrics[3], training)
-    assert_measures(metrics[4], training | checkpoint)
+    assert_measures(metrics[3], training | {"timing/profile_s"})
+    assert_measures(metrics[4], training | checkpoint | {"timing/profile_s"})
     assert_measures(metrics[LAST_STEP], training | validation | checkpoint)
 
 
@@ -112,6 +113,19 @@ def test_the_residency_plan_is_told_once(run):
     assert re.search(r"^params \(\S+ GiB\) +DEVICE +DEVICE +DEVICE +DEVICE +HOST$", run.stdout, re.MULTILINE)
 
 
+def test_a_step_that_is_traced_has_a_file_of_each_worker_with_the_names_of_its_parts(run, folder, names_in_trace):
+    traces = folder / "run" / "traces"
+    assert {path.name for path in traces.iterdir()} == {"step_3_policy_0.json.gz", "step_3_engine_0_0.json.gz"}
+    passes = {"training pass", "logprobs pass", "reference logprobs pass", "update", "refit bucket"}
+    transitions = {f"transition to {phase}" for phase in ("refit", "generation", "lp_inference", "training")}
+    policy = names_in_trace(traces / "step_3_policy_0.json.gz")
+    assert policy >= passes | transitions | {"aten::mm"}
+    engine = names_in_trace(traces / "step_3_engine_0_0.json.gz")
+    assert engine >= {"generation", "refit bucket", "aten::mm"}
+    assert not engine & passes - {"refit bucket"}
+    assert f"traces of step 3: {traces}/step_3_*.json.gz" in run.stdout
+
+
 def test_the_report_is_written(run, folder):
     html = write_report(folder / "run").read_text()
     titles = set(re.findall(r"<figcaption>([^<]+)</figcaption>", html))
@@ -120,6 +134,8 @@ def test_the_report_is_written(run, folder):
         "KL to the reference policy", "token_mult_prob_error", "Tokens per second", "Seconds by phase",
         "Bytes moved and freed",
     }  # fmt: skip
+    (row,) = re.findall(r"driver outside engine and passes, median.*?>(\d+\.\d\d) s, (\d+\.\d)% of a step", html, re.S)
+    assert 0 < float(row[1]) < 100
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,8 @@ def arguments(folder: Path, algorithm: str, *overrides: str) -> list[str]:
 @pytest.fixture(scope="module")
 def sft_output(folder, tmp_path_factory):
     """What a run in a Ray cluster of its own wrote to standard output."""
-    words = arguments(folder, "sft", "logger.num_val_samples_to_print=1", "checkpointing.save_consolidated=true")
+    keys = ("logger.num_val_samples_to_print=1", "logger.profile_steps=[4]", "checkpointing.save_consolidated=true")
+    words = arguments(folder, "sft", *keys)
     environment = {**os.environ, **forked_workers.variables()}
     environment.pop("RAY_ADDRESS", None)
     done = Script(words, tmp_path_factory.mktemp("output"), cwd=ROOT, env=environment).wait(1500)
@@ -75,6 +76,12 @@ def test_sft_on_two_workers_equals_sft_on_one(folder, sft_output):
     alone = sft(folder, "alone", "checkpointing.enabled=false")
     for ours, theirs in zip(results(read_metrics(folder / "sft")), results(alone), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3)
+
+
+def test_the_last_step_is_traced_in_both_workers(folder, sft_output, names_in_trace):
+    traces = {path.name: names_in_trace(path) for path in (folder / "sft" / "traces").iterdir()}
+    assert traces.keys() == {"step_4_policy_0.json.gz", "step_4_policy_1.json.gz"}
+    assert all({"training pass", "update"} <= names for names in traces.values())
 
 
 def test_a_person_sees_what_is_learned_and_each_step(sft_output):
@@ -135,4 +142,5 @@ def test_a_run_measures_exactly_what_the_documentation_says(folder, resumed_dpo,
     assert records[0] >= validation
     first = documented("Once, with the first step")
     assert records[last_step - 1] == (training | first if last_step == 2 else training)
-    assert records[last_step] == training | validation | {"timing/checkpoint_s"}
+    traced = {"timing/profile_s"} if algorithm == "sft" else set()
+    assert records[last_step] == training | validation | {"timing/checkpoint_s"} | traced

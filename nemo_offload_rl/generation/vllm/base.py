@@ -21,6 +21,7 @@ from nemo_offload_rl.keys.engine import VllmSettings
 from nemo_offload_rl.keys.generation import SamplingSettings
 from nemo_offload_rl.protocols.engine import Completion, Finished
 from nemo_offload_rl.protocols.refit import RefitError, RefitGroupAddress, WeightBucket, listed
+from nemo_offload_rl.utils.traces import named_range
 
 _LOG = logging.getLogger(__name__)
 ALL_TAGS: tuple[str, ...] = ("weights", "kv_cache")
@@ -57,7 +58,8 @@ class VllmEngineBase(ABC):
         """
         self.check_ready()
         check_prompts(prompts, self._settings.max_model_len)
-        return self._generate(prompts, self.effective(sampling), num_samples) if prompts else []
+        with named_range("generation"):
+            return self._generate(prompts, self.effective(sampling), num_samples) if prompts else []
 
     def begin_generation(
         self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sequence[SamplingSettings]]
@@ -83,7 +85,7 @@ class VllmEngineBase(ABC):
 
         `VllmEngine` generates only during this call, at least one token of each running response.
         """
-        with self.deaths_told():
+        with self.deaths_told(), named_range("generation"):
             return self._take_finished(wait_s)
 
     def effective(self, sampling: SamplingSettings) -> SamplingSettings:
@@ -185,6 +187,14 @@ class VllmEngineBase(ABC):
             first_rank: Rank of this engine's first worker.
         """
         self._rpc("refit_join_group", (address.host, address.port, address.world_size, first_rank))
+
+    def start_trace(self) -> None:
+        """See `Traced`."""
+        self._rpc("start_step_trace", ())
+
+    def stop_trace(self, prefix: str) -> list[str]:
+        """See `Traced`; the names end with the worker's rank in the engine."""
+        return [problem for problem in self._rpc("stop_step_trace", (prefix,)) if problem is not None]
 
     @property
     def is_ready(self) -> bool:

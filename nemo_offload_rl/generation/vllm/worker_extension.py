@@ -17,6 +17,7 @@ from nemo_offload_rl.generation.vllm.logprob_recorder import LogprobRecorder, Sa
 from nemo_offload_rl.generation.vllm.weight_loading import RefitSession, SeenLoads
 from nemo_offload_rl.protocols.refit import RefitError, RefitGroupAddress, TensorSlice, WeightBucket
 from nemo_offload_rl.utils.liveness import dump_stacks_on_signal
+from nemo_offload_rl.utils.traces import ProcessTrace, named_range
 from nemo_offload_rl.weight_sync.cuda_ipc import CudaIpcHandle, CudaIpcSender, SharedBuffer
 from nemo_offload_rl.weight_sync.nccl import NcclGroup, NcclHandle, NcclSender
 from nemo_offload_rl.weight_sync.shared_memory import SharedMemoryHandle
@@ -59,6 +60,7 @@ class WorkerExtension:
     _refit_group: NcclGroup | None = None
     _recorder: LogprobRecorder | None = None
     _end_recording: Callable[[], None] | None = None
+    _step_trace: ProcessTrace | None = None
 
     def dump_stacks_on_signal(self) -> None:
         """See `utils/liveness.py`; this worker may run in another process than the engine."""
@@ -66,6 +68,15 @@ class WorkerExtension:
 
     def answer(self) -> None:
         """Return at once, unless the engine hangs."""
+
+    def start_step_trace(self) -> None:
+        """Begin a trace of this worker's process."""
+        self._step_trace = self._step_trace or ProcessTrace()
+        self._step_trace.start()
+
+    def stop_step_trace(self, name: str) -> str | None:
+        """Write the trace to `name`_RANK.json.gz; see `ProcessTrace.stop`."""
+        return self._step_trace.stop(f"{name}_{self.rank}") if self._step_trace is not None else None
 
     def refit_join_group(self, host: str, port: int, world_size: int, first_rank: int) -> None:
         """Join the communicator of refits as rank `first_rank` plus this worker's rank in the engine."""
@@ -80,7 +91,8 @@ class WorkerExtension:
                 self.refit_abort()
                 self._refit_loads = self._refit_loads or SeenLoads()
                 self._refit_session = RefitSession(self.model_runner.model, self._refit_loads, self._refit_group)
-            self._refit_session.load(bucket)
+            with named_range("refit bucket"):
+                self._refit_session.load(bucket)
         except RefitError as error:
             self.refit_abort()
             return str(error)
