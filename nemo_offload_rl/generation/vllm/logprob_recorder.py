@@ -62,9 +62,14 @@ class LogprobRecorder:
         self._chunk_tokens = chunk_tokens
         self._room = torch.empty(0, device=device)  # the rest of the last chunk
         self._steps: deque[_Step] = deque()
-        self._numbers: dict[str, int] = {}  # by request whose tokens are kept
+        self._ids: dict[str, str] = {}  # vLLM's name of each request whose tokens are kept
+        self._numbers: dict[str, int] = {}  # by vLLM's name
         self._next_number = 0
-        self._batch: tuple[list[str], NDArray[np.int64]] = ([], np.empty(0, np.int64))  # requests of the last step
+        self._gone: list[str] = []  # taken or dropped, and numbered `_UNKNOWN`: vLLM may sample once more for them
+        self._batch: tuple[list[str] | None, NDArray[np.int32]] = (
+            None,
+            np.empty(0, np.int32),
+        )  # requests of the last step
         self._logprobs = np.empty(0, np.float32)  # [T], on the host, as they were sampled
         self._rows = np.empty((2, 0), np.int32)  # [2, T], as in `_Step`
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -81,8 +86,10 @@ class LogprobRecorder:
             is_sampled: [N], False for a token that vLLM ignores, since only a part of the prompt has been read.
         """
         if requests != self._batch[0]:
-            self._batch = (list(requests), np.fromiter(map(self._number, requests), np.int64, len(requests)))
-        rows = np.stack([np.where(is_sampled, self._batch[1], _UNKNOWN), positions]).astype(np.int32)
+            self._batch = (list(requests), self._numbers_of(requests))
+        rows = np.stack([self._batch[1], positions.astype(np.int32)])
+        if not is_sampled.all():
+            rows[0, ~is_sampled] = _UNKNOWN
         if len(self._room) < len(logprobs):
             self._room = torch.empty(max(self._chunk_tokens, len(logprobs)), device=self._device)
         kept, self._room = self._room[: len(logprobs)], self._room[len(logprobs) :]
@@ -103,10 +110,10 @@ class LogprobRecorder:
             LookupError: A token was not recorded.
         """
         self._copy_to_host()
-        numbers = [self._numbers.pop(response.request, _UNKNOWN) for response in responses]
+        numbers = [self._forget(response.request) for response in responses]
         for request in dropped:
-            self._numbers.pop(request, None)
-        self._batch = ([], self._batch[1])
+            self._forget(request)
+        self._batch = (None, self._batch[1])
         owners = self._owners(numbers)
         counts = np.array([response.count for response in responses], np.int64)
         taken = np.flatnonzero(owners >= 0)
@@ -129,13 +136,28 @@ class LogprobRecorder:
             )
         return np.split(logprobs, ends[:-1]) if responses else []
 
-    def _number(self, request: str) -> int:
-        """Return the number of a request, which no other one gets."""
-        name = request.rpartition("-")[0]
-        if name not in self._numbers:
-            self._numbers[name] = self._next_number
-            self._next_number += 1
-        return self._numbers[name]
+    def _numbers_of(self, requests: Sequence[str]) -> NDArray[np.int32]:
+        """Return a number for each request, which no other one gets."""
+        if self._gone:
+            running = set(requests)
+            for request in self._gone:
+                if request not in running:
+                    del self._numbers[request]
+            self._gone = [request for request in self._gone if request in running]
+        for request in requests:
+            if request not in self._numbers:
+                self._ids[request.rpartition("-")[0]] = request
+                self._numbers[request] = self._next_number
+                self._next_number += 1
+        return np.fromiter(map(self._numbers.__getitem__, requests), np.int32, len(requests))
+
+    def _forget(self, request: str) -> int:
+        """Return the number of a request, which is no longer its own."""
+        if (name := self._ids.pop(request, None)) is None:
+            return _UNKNOWN
+        number, self._numbers[name] = self._numbers[name], _UNKNOWN
+        self._gone.append(name)
+        return number
 
     def _copy_to_host(self) -> None:
         """Copy the steps that are complete, and free their memory on the device."""

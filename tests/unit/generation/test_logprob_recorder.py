@@ -45,10 +45,14 @@ def test_nothing_is_kept_of_requests_that_were_taken_or_dropped() -> None:
     for position in range(3):
         step(recorder, {"a": (position, -1.0), "b": (position, -2.0), "c": (position, -3.0)})
     recorder.take([SampledTokens("a", 0, 2)], dropped=["b", "unheard-of"])
-    step(recorder, {"c": (3, -3.0)})
+    step(recorder, {"c": (3, -3.0), "a": (3, -1.0)})  # vLLM hears later that a string has ended it
     assert recorder.take([]) == [] and len(recorder._logprobs) == 4
-    recorder.take([SampledTokens("c", 0, 4)])
-    assert (len(recorder._logprobs), len(recorder._numbers), len(recorder._room)) == (0, 0, 0)
+    step(recorder, {"c": (4, -3.0)})
+    recorder.take([SampledTokens("c", 0, 5)])
+    step(recorder, {})
+    assert (len(recorder._logprobs), len(recorder._numbers), len(recorder._ids), recorder._gone) == (0, 0, 0, [])
+    recorder.take([])
+    assert len(recorder._room) == 0
 
 
 def test_a_token_that_was_not_recorded_is_named() -> None:
