@@ -11,16 +11,17 @@ import gc
 import json
 import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nemo_offload_rl.errors import ConfigError, UserError
 from nemo_offload_rl.utils.cli import ending_process
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from nemo_offload_rl.config.rules.base import RuleSet
     from nemo_offload_rl.keys.master import RunConfig
@@ -256,15 +257,9 @@ def load_account(path: str | Path, overrides: Sequence[str], target: Target) -> 
     """
     from nemo_offload_rl.config.rules import broken
     from nemo_offload_rl.config.validate import join_problems
-    from nemo_offload_rl.memory.account import Account
-    from nemo_offload_rl.memory.machine import Machine
     from nemo_offload_rl.runs.loading import load_for_planning
 
-    machine = Machine(target.gpu.memory_bytes, target.host_bytes or _NO_LIMIT_BYTES)
-
-    def account_of(cfg: RunConfig) -> Account:
-        return Account(cfg, machine, target.num_parameters, without_weights=True)
-
+    account_of = _accountant(target)
     cfg, rules = load_for_planning(path, overrides, account_of)
     if not cfg.cluster.gpus_per_node:
         raise ConfigError("cluster.gpus_per_node is 0, and the plan is for GPUs; set it to their number on a host")
@@ -274,6 +269,14 @@ def load_account(path: str | Path, overrides: Sequence[str], target: Target) -> 
     if account.num_parameters is None:
         raise ConfigError(_size_unknown(cfg.policy.model_name))
     return account, rules
+
+
+def _accountant(target: Target) -> Callable[[RunConfig], Account]:
+    from nemo_offload_rl.memory.account import Account
+    from nemo_offload_rl.memory.machine import Machine
+
+    machine = Machine(target.gpu.memory_bytes, target.host_bytes or _NO_LIMIT_BYTES)
+    return lambda cfg: Account(cfg, machine, target.num_parameters, without_weights=True)
 
 
 def _size_unknown(model_name: str) -> str:
@@ -352,7 +355,8 @@ def search_of(plan: Plan, rules: RuleSet[Any]) -> Search:
 
     rates = plan.target.gpu.rates
     judges = Judges(lambda account: not broken(rules.rules, account.cfg), short_bytes, step_s)
-    return Search(plan.account, judges, counts_passes=plan.counts_passes)
+    varies = plan.work.length < plan.account.cfg.policy.max_total_sequence_length
+    return Search(plan.account, judges, counts_passes=plan.counts_passes, varies=varies)
 
 
 def render_changes(plan: Plan, changes: Sequence[Trial]) -> str:
@@ -384,6 +388,32 @@ def freed_bytes(plan: Plan, trial: Trial) -> int:
         return min(use.left_bytes for use in trial.account.phases) - least
     workers = trial.account.cfg.cluster.workers_per_node
     return sum(plan.owners.values()) - sum(_owners(trial.account, workers).values())
+
+
+def as_tried(plan: Plan, trial: Trial, path: Path, overrides: Sequence[str]) -> Trial:
+    """Add overrides for keys that copy a changed key in the file, such as `logprob_batch_size`, but kept their value.
+
+    Args:
+        plan: The run.
+        trial: Changes of it.
+        path: The configuration.
+        overrides: Overrides of the run.
+    """
+    from nemo_offload_rl.runs.loading import load_for_planning
+
+    loaded, _ = load_for_planning(path, [*overrides, *trial.overrides], _accountant(plan.target))
+    copied = [f"{key}={json.dumps(value)}" for key, value in _different(loaded, trial.account.cfg)]
+    return replace(trial, overrides=(*trial.overrides, *copied))
+
+
+def _different(loaded: Any, tried: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the keys and tried values that differ, of numbers, booleans and null in sections that are enabled."""
+    if is_dataclass(tried) and type(loaded) is type(tried):
+        for field in fields(tried) if getattr(tried, "enabled", True) else ():
+            names = getattr(loaded, field.name), getattr(tried, field.name)
+            yield from _different(*names, f"{path}.{field.name}" if path else field.name)
+    elif loaded != tried and isinstance(tried, (bool, int, float, NoneType)):
+        yield path, tried
 
 
 def _key_of(override: str) -> str:
@@ -517,7 +547,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(f"--fit compares seconds, which are not known: {plan.why_no_seconds()}")
     search = search_of(plan, rules) if given.fit or plan.problems else None
     changes = search.cheapest() if search is not None and plan.problems else []
+    changes = [as_tried(plan, trial, given.config, overrides) for trial in changes]
     fastest = search.fastest() if search is not None and given.fit else None
+    if fastest is not None:
+        fastest = as_tried(plan, fastest, given.config, overrides)
     text = _report(plan, changes, fastest, given.config, overrides, searches=given.fit)
     if given.json:
         told: dict[str, Any] = {**plan.to_json(), "changes": [_trial_json(plan, trial) for trial in changes]}

@@ -39,6 +39,7 @@ from nemo_offload_rl.memory.groups import Held, ModelElements, group_bytes, held
 from nemo_offload_rl.memory.host_plan import HostNeed, HostPlan, host_need
 from nemo_offload_rl.memory.limits import memory_total_bytes
 from nemo_offload_rl.memory.machine import Machine
+from nemo_offload_rl.memory.megatron_activations import offloaded_bytes_at_most
 from nemo_offload_rl.memory.passes import PASSES, most_tokens, pass_needs
 from nemo_offload_rl.memory.stages import Stage, held_rows, stages_of
 from nemo_offload_rl.models.shape import ModelShape
@@ -141,6 +142,9 @@ class PhaseUse:
         return self.limit_bytes is not None and own_bytes > self.limit_bytes
 
 
+_parsed = cache(yaml.safe_load)  # a search tries the same values again and again
+
+
 class Account:
     """Memory that a run takes of a machine; empty if the size of its model is unknown.
 
@@ -175,7 +179,7 @@ class Account:
         cfg: Any = self.cfg
         for override in overrides.split():
             key, _, value = override.lstrip("+").partition("=")
-            cfg = replace_key(cfg, key, yaml.safe_load(value))
+            cfg = replace_key(cfg, key, _parsed(value))
         return Account(cfg, self.machine, self.num_parameters, sizes_of=self._sizes_of)
 
     @property
@@ -256,7 +260,9 @@ class Account:
         sizes |= self._teacher_groups
         on_megatron, activation_bytes = isinstance(backend, MegatronConfig), 0
         shape = self.shape
-        if not on_megatron and shape.num_layers is not None and shape.hidden_size is not None:
+        if on_megatron:
+            activation_bytes = offloaded_bytes_at_most(settings)
+        elif shape.num_layers is not None and shape.hidden_size is not None:
             activation_bytes = host_bytes_at_most(settings, shape.num_layers, shape.hidden_size)
         reference_bytes = groups[PARAMS] if self.keeps_reference and not has_adapters else 0
         read_bytes, fp32_bytes = COMPUTE_DTYPES[settings.precision].itemsize, COMPUTE_DTYPES["float32"].itemsize

@@ -240,7 +240,7 @@ class _Model:
     is_packed: bool
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=32)
 def _built(model: _Model) -> Any:
     """Build a rank's part of a model without data, in the compute type."""
     folder = local_folder(model.name)  # no hub is asked
@@ -262,7 +262,7 @@ def _built(model: _Model) -> Any:
     return causal_lm
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=256)
 def _trace(model: _Model, row: _Row, *, is_compiled: bool) -> ModelMemory:
     causal_lm = _built(model)
     layers = decoder_layers(causal_lm)

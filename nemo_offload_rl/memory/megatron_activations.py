@@ -22,6 +22,7 @@ from nemo_offload_rl.protocols.backend import COMPUTE_DTYPES
 from nemo_offload_rl.residency import PassNeed
 
 _FP32_BYTES = 4
+_SPARE = 1.5  # of host buffers, which are in sizes that serve tensors of several lengths
 _WITH_QUERY_NORMS = ("qwen3", "gemma3", "olmo2")  # beginnings of model types; others have the key `use_qk_norm`
 
 
@@ -120,16 +121,8 @@ def training_need(settings: PolicySettings) -> PassNeed | None:
     layer, stages = model.layer, megatron.pipeline_model_parallel_size
     in_stages = megatron.layers_of_stages(model.num_layers)
     most, last = max(num * (stages - at) for at, num in enumerate(in_stages)), in_stages[-1]
-    kept, again = layer.kept, 0.0
-    if megatron.activation_checkpointing and megatron.recompute_granularity == "full":
-        # The dispatcher of experts still holds tensors of the first pass when they are computed again.
-        kept, again = layer.hidden, layer.kept + (layer.hidden + 3 * layer.inner if layer.copies else 0.0)
-    elif megatron.activation_checkpointing:
-        saved = layer.recomputed(megatron.recompute_modules or ("core_attn",))
-        kept, again = layer.kept - saved, max(0.0, saved)
-    if megatron.fine_grained_activation_offloading:
-        moved = min(kept, layer.offloaded(tuple(megatron.offload_modules or ())))
-        kept -= moved * megatron.activation_offload_fraction * (1 - 1 / max(1, min(in_stages)))
+    kept, again = _kept(layer, megatron)
+    kept -= _offloaded(layer, kept, megatron, min(in_stages))
     trained = 0 if megatron.peft.enabled else model.output_bytes
     chunk, chunk_token = _logits(settings, model)
     waiting = trained if model.is_tied and stages == 1 else 0  # until the embedding's gradient comes
@@ -139,6 +132,45 @@ def training_need(settings: PolicySettings) -> PassNeed | None:
         (0, most * kept + again + layer.backward if stages > 1 else 0.0),
     ]
     return _largest(moments, megatron)
+
+
+def _kept(layer: _Layer, megatron: MegatronConfig) -> tuple[float, float]:
+    """Return what a layer keeps, on the GPU or the host, and what it computes again."""
+    if not megatron.activation_checkpointing:
+        return layer.kept, 0.0
+    if megatron.recompute_granularity == "full":
+        # The dispatcher of experts still holds tensors of the first pass when they are computed again.
+        return layer.hidden, layer.kept + (layer.hidden + 3 * layer.inner if layer.copies else 0.0)
+    saved = layer.recomputed(megatron.recompute_modules or ("core_attn",))
+    return layer.kept - saved, max(0.0, saved)
+
+
+def _offloaded(layer: _Layer, kept: float, megatron: MegatronConfig, num_layers: int) -> float:
+    """Return what a layer of a stage moves to the host, as a mean: the last layer's tensors stay."""
+    if not megatron.fine_grained_activation_offloading:
+        return 0.0
+    moved = min(kept, layer.offloaded(tuple(megatron.offload_modules or ())))
+    return moved * megatron.activation_offload_fraction * (1 - 1 / max(1, num_layers))
+
+
+def offloaded_bytes_per_token(settings: PolicySettings) -> float:
+    """Return what one rank moves to the host and back for each token of a micro-batch; 0 if that is unknown."""
+    megatron = _formulas_apply(settings)
+    if megatron is None or (model := _model(settings, megatron)) is None:
+        return 0.0
+    in_stage = max(megatron.layers_of_stages(model.num_layers))
+    kept, _ = _kept(model.layer, megatron)
+    return in_stage * _offloaded(model.layer, kept, megatron, in_stage) / megatron.context_parallel_size
+
+
+def offloaded_bytes_at_most(settings: PolicySettings) -> int:
+    """Estimate one worker's host memory for offloaded activations: those of as many micro-batches as stages."""
+    megatron = settings.megatron_cfg
+    if megatron is None or not megatron.fine_grained_activation_offloading:
+        return 0
+    num_bytes = _SPARE * offloaded_bytes_per_token(settings) * settings.most_train_tokens
+    limit_bytes = megatron.activation_offload_host_limit_gib * 2**30
+    return int(min(limit_bytes, num_bytes * megatron.pipeline_model_parallel_size))
 
 
 def reading_need(settings: PolicySettings) -> PassNeed | None:

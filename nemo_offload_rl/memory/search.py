@@ -57,11 +57,6 @@ class Trial:
         return self.short_bytes == 0
 
     @property
-    def way(self) -> frozenset[str]:
-        """The overrides without their numbers: trials of one way differ in numbers only."""
-        return frozenset(map(_without_numbers, self.overrides))
-
-    @property
     def cost(self) -> tuple[int, float]:
         """Rank of the trial: by bytes that are short, then by seconds of all GPUs, or without them by their number."""
         by_keys = 1 + _COST_OF_A_KEY * len(self.overrides)
@@ -107,13 +102,15 @@ class Search:
         account: The run.
         judges: Judge an account.
         counts_passes: Phases include what passes need; otherwise keys that change these needs stay as they are.
+        varies: Sequences are shorter than the longest, so that packing them may pay.
     """
 
-    def __init__(self, account: Account, judges: Judges, *, counts_passes: bool) -> None:
+    def __init__(self, account: Account, judges: Judges, *, counts_passes: bool, varies: bool = False) -> None:
         self._account, self.judges = account, judges
         self._tried: dict[frozenset[str], Trial] = {}
         self._allowed: dict[frozenset[str], bool] = {}
-        self._dimensions = [one for one in dimensions(account.cfg) if counts_passes or not one.is_of_passes]
+        found = dimensions(account, varies=varies)
+        self._dimensions = [one for one in found if counts_passes or not one.is_of_passes]
         self.given = self._try(frozenset())
 
     def cheapest(self, count: int = 3) -> list[Trial]:
@@ -123,21 +120,39 @@ class Search:
         their seconds.
 
         Returns:
-            At most `count` trials that fit, none of which has all changes of another one; empty if none was found.
+            At most `count` trials that fit; empty if none was found. None has all changes of another one, unless it
+            differs in the number of GPUs and there are fewer than `count` others.
         """
         found: list[Trial] = []
-        for dimensions in self._tiers():
-            mine: list[Trial] = []
-            for trial in itertools.chain(self._pairs(dimensions), self._sets(dimensions)):
-                if len(found) + len(mine) >= count:
-                    break
-                if any(other.way <= trial.way for other in (*found, *mine)):
-                    continue
-                tuned = self._descend(trial, [one for one in dimensions if trial.options.intersection(one.options)])
-                if not any(other.way <= tuned.way for other in found):
-                    mine = [tuned, *(other for other in mine if not tuned.way <= other.way)]
-            found += sorted(mine, key=lambda one: one.cost)
-        return found[:count]
+        for way in (_way, _way_and_gpus):
+            for dimensions in self._tiers():
+                found += self._of_tier(dimensions, found, count - len(found), way)
+        return found
+
+    def _of_tier(
+        self,
+        dimensions: Sequence[Dimension],
+        found: Sequence[Trial],
+        count: int,
+        way: Callable[[Trial], frozenset[str]],
+    ) -> list[Trial]:
+        """Find at most `count` more trials, of other ways than those that were found."""
+        mine: list[Trial] = []
+        for trial in itertools.chain(self._pairs(dimensions), self._sets(dimensions)):
+            if len(mine) >= count:
+                break
+            if any(way(other) <= way(trial) for other in (*found, *mine)):
+                continue
+            tuned = self._tuned(trial, dimensions)
+            if not any(way(other) <= way(tuned) for other in found):
+                mine = [tuned, *(other for other in mine if not way(tuned) <= way(other))]
+        return sorted(mine, key=lambda one: one.cost)
+
+    def _tuned(self, trial: Trial, among: Sequence[Dimension]) -> Trial:
+        """Choose other numbers for the changes of a trial where they are faster."""
+        ways = set(map(self._way, trial.options))
+        similar = (replace(one, options=tuple(it for it in one.options if self._way(it) in ways)) for one in among)
+        return self._descend(trial, [one for one in similar if trial.options.intersection(one.options)])
 
     def _tiers(self) -> Iterator[list[Dimension]]:
         """Yield the dimensions that keep numbers and machine, those that keep one of the two, and all."""
@@ -148,24 +163,28 @@ class Search:
         """Yield the changes that are enough alone, then the pairs of changes that each free memory, fast ones first."""
         singles = [(one, self._with(self.given, one, option)) for one in among for option in one.options]
         yield from sorted((trial for _, trial in singles if self._works(trial)), key=lambda trial: trial.cost)
-        freeing = [(one, trial) for one, trial in singles if trial.short_bytes < self.given.short_bytes]
+        # Of each dimension and way the best.
+        freeing: dict[tuple[int, frozenset[str]], tuple[Dimension, Trial]] = {}
+        for one, trial in sorted(singles, key=lambda single: single[1].cost):
+            if trial.short_bytes < self.given.short_bytes:
+                freeing.setdefault((id(one), _way_and_gpus(trial)), (one, trial))
         pairs = (
             self._try(trial.options | other.options)
-            for (one, trial), (another, other) in itertools.combinations(freeing, 2)
+            for (one, trial), (another, other) in itertools.combinations(freeing.values(), 2)
             if one is not another
         )
         yield from sorted((trial for trial in pairs if self._works(trial)), key=lambda trial: trial.cost)
 
     def _sets(self, among: Sequence[Dimension]) -> Iterator[Trial]:
         """Yield sets of changes; later ones are found without changes of earlier ones."""
-        banned = [frozenset[str]()]
+        banned = [frozenset[str]()]  # ways of options
         for _ in range(_MOST_STARTS):
             if not banned:
                 break
             without = banned.pop(0)
             if (trial := self._completed(among, without)) is not None:
                 yield trial
-                banned += [without | {_without_numbers(option)} for option in sorted(trial.options)]
+                banned += [without | {self._way(option)} for option in sorted(trial.options)]
 
     def _works(self, trial: Trial) -> bool:
         return trial.fits and self._is_allowed(trial)
@@ -188,10 +207,10 @@ class Search:
 
         Args:
             among: Where values are chosen.
-            without: Values, as `_without_numbers` writes them, that are not chosen.
+            without: Values, as `_way` writes them, that are not chosen.
         """
         dimensions = [
-            replace(one, options=tuple(option for option in one.options if _without_numbers(option) not in without))
+            replace(one, options=tuple(option for option in one.options if self._way(option) not in without))
             for one in among
         ]
         trial = self.given
@@ -208,6 +227,10 @@ class Search:
             if self._works(smaller):
                 trial = smaller
         return trial
+
+    def _way(self, option: str) -> str:
+        """Write the overrides of an option that change the run, without their numbers."""
+        return _without_numbers(" ".join(one for one in option.split() if not _has(self._account.cfg, one)))
 
     def _smallest(self, dimensions: Sequence[Dimension]) -> Trial:
         """Choose each dimension's value that leaves the fewest bytes short, whatever it costs."""
@@ -256,21 +279,31 @@ class Search:
         return self._tried[options]
 
 
+def _way(trial: Trial) -> frozenset[str]:
+    """Return the overrides without their numbers: trials of one way differ in numbers only."""
+    return frozenset(map(_without_numbers, trial.overrides))
+
+
+def _way_and_gpus(trial: Trial) -> frozenset[str]:
+    return _way(trial) | {f"{trial.account.cfg.cluster.gpus_per_node} GPUs"}
+
+
 def _without_numbers(overrides: str) -> str:
     return re.sub(r"=[\d.]+(?= |$)", "", overrides)
 
 
-def dimensions(cfg: RunConfig) -> Iterator[Dimension]:
-    """Yield the values to try; those that the run has are left out."""
-    backend = cfg.policy.backend
-    on_megatron = isinstance(backend, MegatronConfig)
+def dimensions(account: Account, *, varies: bool) -> Iterator[Dimension]:
+    """Yield the values to try, with `varies` those that pack rows; those that the run has are left out."""
+    cfg, has_experts = account.cfg, account.shape.num_experts > 0
+    on_megatron = isinstance(cfg.policy.backend, MegatronConfig)
     # The best micro-batch depends on what is recomputed, so both are chosen together.
-    trained, read = _batch_sizes(cfg)
-    recomputed = _recomputed_by_megatron() if on_megatron else _recomputed_by_dtensor()
-    both = tuple(f"{rows} {other}" for rows, other in itertools.product(trained, recomputed))
+    trained, *read = _batch_sizes(cfg, varies=varies)
+    kept = _kept_by_megatron(has_experts=has_experts) if on_megatron else _kept_by_dtensor()
+    both = tuple(f"{rows} {other}" for rows, other in itertools.product(trained, kept))
     chunks = tuple(f"policy.logprob_chunk_size={size}" for size in (1024, 4096, "null"))
-    found = [Dimension(options, is_of_passes=True) for options in (both, read, chunks)]
-    found += [*_parallel_sizes(cfg), *(_of_megatron() if on_megatron else _of_dtensor(cfg))]
+    parallel = tuple(_parallel_sizes(cfg, has_experts=has_experts))
+    found = [Dimension(options, is_of_passes=True) for options in (both, *read, chunks, parallel)]
+    found += _of_megatron() if on_megatron else _of_dtensor(cfg)
     if isinstance(cfg, RolloutMasterConfig):
         found += _of_engine(cfg)
     if isinstance(cfg, DistillationMasterConfig) and not on_megatron:
@@ -288,14 +321,9 @@ def _more_gpus(cfg: RunConfig) -> Iterator[str]:
     """Yield more GPUs of a host, with the engine and the model's layers divided over them or not."""
     for count in (count for count in _ROWS[1:4] if count > cfg.cluster.gpus_per_node):
         gpus = f"cluster.gpus_per_node={count}"
-        yield gpus
-        if isinstance(cfg, RolloutMasterConfig):
-            gpus += f" {_VLLM}.tensor_parallel_size={count}"
-            yield gpus
-        if isinstance(cfg.policy.backend, MegatronConfig):
-            multiple = math.lcm(cfg.policy.make_sequence_length_divisible_by, count)
-            padded = f"policy.make_sequence_length_divisible_by={multiple}"
-            yield f"{gpus} {_MEGATRON}.tensor_model_parallel_size={count} {padded}"
+        divided = ["", f" {_divided(cfg, tensor=count, sequence=True)}"] if _may_divide_layers(cfg) else [""]
+        engines = ["", f" {_VLLM}.tensor_parallel_size={count}"] if isinstance(cfg, RolloutMasterConfig) else [""]
+        yield from (f"{gpus}{engine}{layers}" for engine in engines for layers in divided)
 
 
 def _has(cfg: RunConfig, overrides: str) -> bool:
@@ -319,19 +347,29 @@ def _as_value(override: str) -> str:
     return f"{override.removeprefix('~')}={{}}" if override.startswith("~") else override
 
 
-def _batch_sizes(cfg: RunConfig) -> Iterator[tuple[str, ...]]:
-    """Yield the sizes of micro-batches in training, and those in passes for logprobs."""
+def _batch_sizes(cfg: RunConfig, *, varies: bool) -> Iterator[tuple[str, ...]]:
+    """Yield the sizes of micro-batches in training, then those in passes for logprobs.
+
+    With `varies`, rows that are not packed may become so, which has other sizes for logprobs.
+    """
     policy = cfg.policy
+    by_tokens = [count * policy.max_total_sequence_length for count in _ROWS]
     packing = next((name for name in ("sequence_packing", "dynamic_batching") if getattr(policy, name).enabled), None)
-    for rows, tokens in (("train_micro_batch_size", "train_mb_tokens"), ("logprob_batch_size", "logprob_mb_tokens")):
-        if packing is None:
-            yield tuple(f"policy.{rows}={count}" for count in _ROWS)
-        else:
-            lengths = (count * policy.max_total_sequence_length for count in _ROWS)
-            yield tuple(f"policy.{packing}.{tokens}={length}" for length in lengths)
+    section = f"policy.{packing or 'sequence_packing'}"
+    logprobs = tuple(f"{section}.logprob_mb_tokens={tokens}" for tokens in by_tokens)
+    if packing is not None:
+        yield tuple(f"{section}.train_mb_tokens={tokens}" for tokens in by_tokens)
+        yield logprobs
+        return
+    packed = (f"{section}.enabled=true {section}.train_mb_tokens={tokens}" for tokens in by_tokens if varies)
+    yield (*(f"policy.train_micro_batch_size={count}" for count in _ROWS), *packed)
+    yield tuple(f"policy.logprob_batch_size={count}" for count in _ROWS)
+    if varies:
+        yield logprobs
 
 
-def _recomputed_by_dtensor() -> tuple[str, ...]:
+def _kept_by_dtensor() -> tuple[str, ...]:
+    """Return overrides, one for each choice: keep activations, recompute them, or also offload the layers' inputs."""
     recomputed, offloaded = f"{_DTENSOR}.activation_checkpointing", f"{_DTENSOR}.activation_offload"
     return (
         f"{recomputed}=false {offloaded}=false",
@@ -340,34 +378,72 @@ def _recomputed_by_dtensor() -> tuple[str, ...]:
     )
 
 
-def _recomputed_by_megatron() -> tuple[str, ...]:
-    recomputed, granularity = f"{_MEGATRON}.activation_checkpointing", f"{_MEGATRON}.recompute_granularity"
-    return (
-        f"{recomputed}=false",
-        f"{recomputed}=true {granularity}=selective {_MEGATRON}.recompute_modules=[mlp]",
-        f"{recomputed}=true {granularity}=full {_MEGATRON}.recompute_modules=null",
-    )
+def _kept_by_megatron(*, has_experts: bool) -> Iterator[str]:
+    """Yield overrides, one for each choice: modules that are recomputed, with modules that are offloaded."""
+    recomputed, offloaded = f"{_MEGATRON}.activation_checkpointing", f"{_MEGATRON}.fine_grained_activation_offloading"
+    # What measurements found to pay (docs/measurements/activations.md).
+    offloads = ("moe_act",) if has_experts else ("qkv_linear,core_attn,attn_proj",)
+    for modules in (None, *(("moe_act", "moe") if has_experts else ("mlp",)), "all"):
+        again = f"{recomputed}=false"
+        if modules == "all":
+            again = f"{recomputed}=true {_MEGATRON}.recompute_granularity=full {_MEGATRON}.recompute_modules=null"
+        elif modules is not None:
+            selective = f"{_MEGATRON}.recompute_granularity=selective {_MEGATRON}.recompute_modules=[{modules}]"
+            again = f"{recomputed}=true {selective}"
+        yield f"{again} {offloaded}=false"
+        for names in () if modules in ("all", "moe", *offloads) else offloads:
+            yield f"{again} {offloaded}=true {_MEGATRON}.offload_modules=[{names}]"
 
 
-def _parallel_sizes(cfg: RunConfig) -> Iterator[Dimension]:
-    world_size = cfg.cluster.world_size
+def _parallel_sizes(cfg: RunConfig, *, has_experts: bool) -> Iterator[str]:
+    """Yield ways to divide the model and its rows over the workers."""
+    world_size, per_host = cfg.cluster.world_size, cfg.cluster.gpus_per_node
+    on_megatron = isinstance(cfg.policy.backend, MegatronConfig)
     sizes = [size for size in _ROWS if world_size % size == 0]
-    multiple = cfg.policy.make_sequence_length_divisible_by
+    tensors = sizes if _may_divide_layers(cfg) else [1]
+    pipelines = sizes if on_megatron else [1]
+    for tensor, context, pipeline in itertools.product(tensors, sizes, pipelines):
+        if world_size % (tensor * context * pipeline) or tensor * context > per_host:
+            continue
+        experts = [size for size in sizes if has_experts and world_size % (size * pipeline) == 0] or [1]
+        for expert in experts:
+            if tensor == 1 or not on_megatron:
+                yield _divided(cfg, tensor, context, pipeline, expert)
+            if tensor > 1:  # with Megatron's sums this takes as long
+                yield _divided(cfg, tensor, context, pipeline, expert, sequence=True)
 
-    def sized(key: str, *, pads: bool) -> Dimension:
-        options = (f"{key}={size}" for size in sizes)
-        if pads:
-            padded = (f"policy.make_sequence_length_divisible_by={math.lcm(size, multiple)}" for size in sizes)
-            options = (f"{one} {other}" for one, other in zip(options, padded, strict=True))
-        return Dimension(tuple(options), is_of_passes=True)
 
+def _may_divide_layers(cfg: RunConfig) -> bool:
+    """Tell whether layers may be divided over workers: DTensor's with adapters may not."""
+    return isinstance(cfg.policy.backend, MegatronConfig) or not cfg.policy.dtensor_cfg.lora_cfg.enabled
+
+
+def _divided(
+    cfg: RunConfig, tensor: int, context: int = 1, pipeline: int = 1, expert: int = 1, *, sequence: bool = False
+) -> str:
+    """Write overrides with these parallel sizes; `sequence` also divides norms and residuals by rows."""
+    # Of each row a context-parallel rank takes an early and a late piece.
+    multiple = math.lcm(cfg.policy.make_sequence_length_divisible_by, tensor * (2 * context if context > 1 else 1))
+    padded = f"policy.make_sequence_length_divisible_by={multiple}"
+    rows = f"sequence_parallel={str(sequence).lower()}"
     if isinstance(cfg.policy.backend, MegatronConfig):
-        yield sized(f"{_MEGATRON}.tensor_model_parallel_size", pads=True)
-        yield sized(f"{_MEGATRON}.pipeline_model_parallel_size", pads=False)
-        yield sized(f"{_MEGATRON}.expert_model_parallel_size", pads=False)
-    else:
-        yield sized(f"{_DTENSOR}.tensor_parallel_size", pads=True)
-        yield sized(f"{_DTENSOR}.expert_parallel_size", pads=False)
+        keys = [
+            f"tensor_model_parallel_size={tensor}",
+            f"context_parallel_size={context}",
+            f"pipeline_model_parallel_size={pipeline}",
+            f"expert_model_parallel_size={expert}",
+            rows,
+        ]
+        return " ".join([*(f"{_MEGATRON}.{key}" for key in keys), padded])
+    keys = [
+        f"tensor_parallel_size={tensor}",
+        f"context_parallel_size={context}",
+        f"expert_parallel_size={expert}",
+        rows,
+    ]
+    if tensor * context > 1:
+        keys.append("torch_compile=false")  # layers that are divided cannot be compiled
+    return " ".join([*(f"{_DTENSOR}.{key}" for key in keys), padded])
 
 
 def _offloaded_states(section: str) -> tuple[str, ...]:

@@ -11,11 +11,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from nemo_offload_rl.keys.dtensor import DTensorConfig
 from nemo_offload_rl.keys.grpo import RolloutSectionConfig
 from nemo_offload_rl.keys.master import DistillationMasterConfig, DpoMasterConfig, RolloutMasterConfig
 from nemo_offload_rl.keys.megatron import MegatronConfig
 from nemo_offload_rl.memory.account import Account
 from nemo_offload_rl.memory.gpus import GpuRates
+from nemo_offload_rl.memory.megatron_activations import offloaded_bytes_per_token
 from nemo_offload_rl.memory.stages import Stage
 from nemo_offload_rl.memory.transfers import Copies, copies_of_step
 from nemo_offload_rl.residency import PARAMS_PART, Phase
@@ -27,6 +29,8 @@ _MATRIX_SHARE = 0.82
 _ATTENTION_SHARE, _ATTENTION_BACKWARD = 0.5, 2.5
 # Small operations that the host launches for a layer: forward and backward pass.
 _DTENSOR_LAUNCHES, _MEGATRON_LAUNCHES = (200, 780), (500, 420)
+# The same of layers that are not compiled, and how often they read and write their tensors more than compiled ones do.
+_EAGER_LAUNCHES, _EAGER_PASSES = (460, 840), (30, 60)
 # A layer of experts takes as many times more: router, sorting, exchange, grouped products.
 _EXPERT_LAYER_FACTOR = 2.2
 # Reads and writes of one position's logits in float32, in a forward pass.
@@ -36,8 +40,9 @@ _DTENSOR_BYTES = {"forward": 8, "training": 28}
 _MEGATRON_BYTES = {"forward": 2, "training": 14}
 # A call of a worker with its exchange, batching and sums.
 _CALL_S = 0.05
-# Share of a forward pass that recomputing modules (`selective`) takes.
-_SELECTIVE_SHARE = 0.15
+# Shares of a forward pass that recomputing modules (`selective`) takes, as docs/measurements/activations.md measured.
+_OFFLOAD_SHARE = 0.05  # of a pass, by which offloading activations slows it even where copies are hidden
+_SELECTIVE_SHARES = {"core_attn": 0.25, "mlp": 0.15, "moe": 0.45, "moe_act": 0.06}
 # One step of decoding: the engine's own, and for each of its sequences.
 _DECODE_S, _DECODE_SEQUENCE_S = 1.2e-3, 8.5e-6
 # The two sums over tensor-parallel ranks of an engine's layer, for each token that is decoded.
@@ -174,6 +179,8 @@ class _Step:
         num_rows = math.ceil(self._work.num_sequences / copies)
         rows_at_once = max(1, min(num_rows, budget // length))
         whole, rest = divmod(num_rows, rows_at_once)
+        # The first micro-batch goes through all stages of a pipeline before the last stage has work.
+        whole += self._backend.model_parallel.pipeline - 1
         seconds = whole * self._pass_s(rows_at_once, is_training=is_training, sizes=sizes)
         return seconds + (self._pass_s(rest, is_training=is_training, sizes=sizes) if rest else 0.0)
 
@@ -201,15 +208,53 @@ class _Step:
         held = sizes.num_parameters / (self._ranks_per_copy * self._expert_ranks)
         moved_s = bytes_each * held / rates.memory_bytes_per_s
         layers = sizes.num_layers / self._backend.model_parallel.pipeline
-        of_forward, of_backward = _MEGATRON_LAUNCHES if self._on_megatron else _DTENSOR_LAUNCHES
+        of_forward, of_backward = self._launches
         launch_s = layers * (forwards * of_forward + backwards * of_backward) * rates.launch_s
         if shape.num_experts:
             launch_s *= _EXPERT_LAYER_FACTOR
-        sums_s = 0.0
-        if (tensor := self._backend.model_parallel.tensor) > 1:
-            stream_bytes = _BF16_BYTES * tokens * (shape.hidden_size or 0) * (tensor - 1) / tensor
-            sums_s = (forwards + 2 * backwards) * layers * _SUMS * stream_bytes / _PEER_BYTES_PER_S
-        return max(compute_s + moved_s + sums_s, launch_s)
+        if self._is_eager:
+            eager_bytes = _BF16_BYTES * tokens * layers * self._layer_width / self._ranks_per_copy
+            times = forwards * _EAGER_PASSES[0] + backwards * _EAGER_PASSES[1]
+            moved_s += times * eager_bytes / rates.memory_bytes_per_s
+        seconds = max(compute_s + moved_s + self._exchange_s(tokens, layers, forwards, backwards), launch_s)
+        return seconds + (self._offloading_s(tokens, seconds) if is_training else 0.0)
+
+    @property
+    def _is_eager(self) -> bool:
+        """Tell whether DTensor's layers are not compiled; those of experts never are and have their own factor."""
+        backend = self._backend
+        return isinstance(backend, DTensorConfig) and not (backend.torch_compile or self._account.shape.num_experts)
+
+    @property
+    def _launches(self) -> tuple[int, int]:
+        if self._on_megatron:
+            return _MEGATRON_LAUNCHES
+        return _EAGER_LAUNCHES if self._is_eager else _DTENSOR_LAUNCHES
+
+    @property
+    def _layer_width(self) -> int:
+        """Elements of a layer's tensors for each token: residual stream, queries, keys, inner activations."""
+        shape = self._account.shape
+        heads = (shape.num_heads or 0) + (shape.num_kv_heads or 0)
+        return (shape.hidden_size or 0) + heads * (shape.head_dim or 0) + (shape.intermediate_size or 0)
+
+    def _exchange_s(self, tokens: int, layers: float, forwards: float, backwards: float) -> float:
+        """Seconds of a micro-batch's sums over tensor-parallel ranks, and of keys and values that others' rows need."""
+        shape, parallel = self._account.shape, self._backend.model_parallel
+        tensor, context = parallel.tensor, parallel.context
+        stream_bytes = _BF16_BYTES * tokens / context * (shape.hidden_size or 0) * (tensor - 1) / tensor
+        key_bytes = 2 * _BF16_BYTES * tokens * (shape.num_kv_heads or 0) * (shape.head_dim or 0) / tensor
+        moved_bytes = _SUMS * stream_bytes + key_bytes * (context - 1) / context
+        return (forwards + 2 * backwards) * layers * moved_bytes / _PEER_BYTES_PER_S
+
+    def _offloading_s(self, tokens: int, pass_s: float) -> float:
+        """Seconds in which a pass waits for activations that Megatron offloads: out in its first third, then in."""
+        if not isinstance(self._backend, MegatronConfig) or not self._backend.fine_grained_activation_offloading:
+            return 0.0
+        num_bytes = tokens * offloaded_bytes_per_token(self._account.settings)
+        out_s, in_s = num_bytes / self._rates.out_bytes_per_s, num_bytes / self._rates.in_bytes_per_s
+        waits_s = max(0.0, out_s - pass_s / 3) + max(0.0, in_s - pass_s * 2 / 3)
+        return _OFFLOAD_SHARE * pass_s + waits_s
 
     @property
     def _num_embeddings(self) -> int:
@@ -227,8 +272,9 @@ class _Step:
         backend = self._backend
         if not backend.activation_checkpointing:
             return 0.0
-        is_selective = isinstance(backend, MegatronConfig) and backend.recompute_granularity == "selective"
-        return _SELECTIVE_SHARE if is_selective else 1.0
+        if not isinstance(backend, MegatronConfig) or backend.recompute_granularity == "full":
+            return 1.0
+        return sum(_SELECTIVE_SHARES.get(module, 0.0) for module in backend.recompute_modules or ("core_attn",))
 
     def _update_s(self) -> float:
         """Read gradients, read and write parameters and states."""

@@ -9,6 +9,7 @@ import re
 import runpy
 import statistics
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,16 @@ from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.memory.account import model_sizes
 from nemo_offload_rl.memory.calibrate import calibrate
 from nemo_offload_rl.memory.gpus import KNOWN, Gpu, find_gpu
-from nemo_offload_rl.plan import Plan, Target, main, plan_run, render_changes, search_of, usable_host_bytes
+from nemo_offload_rl.plan import (
+    Plan,
+    Target,
+    as_tried,
+    main,
+    plan_run,
+    render_changes,
+    search_of,
+    usable_host_bytes,
+)
 from nemo_offload_rl.residency import Phase
 from nemo_offload_rl.runs.planned import planned_metrics
 
@@ -306,7 +316,8 @@ def test_changes_and_the_fastest_values_were_tried_and_fit_when_loaded(tmp_path)
     search = search_of(plan, rules)
     changes = search.cheapest()
     assert 2 <= len(changes) <= 3
-    assert not any(one.way <= other.way for one, other in itertools.permutations(changes, 2))
+    ways = [({it.partition("=")[0] for it in trial.overrides}, trial.account.cfg.cluster) for trial in changes]
+    assert not any(one <= other and gpus == same for (one, gpus), (other, same) in itertools.permutations(ways, 2))
     fastest = search.fastest()
     assert fastest is not None
     assert not fastest.changes_numbers and not fastest.changes_machine
@@ -314,9 +325,13 @@ def test_changes_and_the_fastest_values_were_tried_and_fit_when_loaded(tmp_path)
     assert same
     assert all(fastest.cost <= trial.cost for trial in same)
     for trial in (*changes, fastest):
-        tried, _ = plan_run(file, [override, *trial.overrides], target)
+        tried, _ = plan_run(file, [override, *as_tried(plan, trial, file, [override]).overrides], target)
         assert not tried.problems
         assert tried.step_s == pytest.approx(trial.step_s)
+    # The file's `logprob_batch_size` copies the size of micro-batches, but was tried with its own value.
+    rows = "policy.train_micro_batch_size=2"
+    trial = replace(search.given, overrides=(rows,), account=plan.account.with_keys(rows))
+    assert as_tried(plan, trial, file, [override]).overrides == (rows, "policy.logprob_batch_size=4")
     text = render_changes(plan, changes)
     assert text.startswith("in TRAINING a GPU lacks ") and "; most is optimizer: 61.0 GiB\n" in text
 
@@ -354,6 +369,52 @@ def test_no_point_of_a_grid_is_faster_than_the_fastest_that_is_found(file, tmp_p
     fitting = [one for one in accounts if not search.judges.short_bytes(one) and search.judges.is_allowed(one)]
     assert len(fitting) > 5
     assert fastest.step_s <= 1.01 * min(search.judges.step_s(one) for one in fitting)  # fewer keys are worth 0.2 % each
+
+
+LONG_ROWS = [
+    "policy.max_total_sequence_length=262144",
+    "policy.generation.max_new_tokens=200000",
+    "policy.train_micro_batch_size=1",
+    "policy.logprob_chunk_size=1024",
+    "cluster.gpus_per_node=8",
+]
+
+
+@pytest.mark.parametrize("backend", ["dtensor", "megatron"])
+def test_long_rows_are_divided_over_workers_in_two_ways(backend, tmp_path):
+    file = {"dtensor": "grpo_math_1B.yaml", "megatron": "grpo_math_1B_megatron.yaml"}[backend]
+    recomputed = f"policy.{backend}_cfg.activation_checkpointing=true"
+    overrides = [write_config(tmp_path, "Qwen3-8B"), *LONG_ROWS, recomputed, f"{DTENSOR}.torch_compile=false"]
+    plan, rules = plan_run(ROOT / "examples" / "configs" / file, overrides, Target(KNOWN["H100"]))
+    by_rows, by_layers = (trial.account.cfg.policy.backend for trial in search_of(plan, rules).cheapest(2))
+    assert (by_rows.model_parallel.context, by_rows.model_parallel.tensor) == (4, 1)
+    assert (by_layers.model_parallel.context, by_layers.model_parallel.tensor) == (1, 4)
+    assert by_layers.sequence_parallel
+
+
+def test_short_rows_are_packed_for_speed(tmp_path):
+    target, file = Target(KNOWN["H200"], length=100), ROOT / "benchmarks" / "large_model_8b.yaml"
+    plan, rules = plan_run(file, [write_config(tmp_path, "Qwen3-8B")], target)
+    fastest = search_of(plan, rules).fastest()
+    assert fastest is not None
+    assert fastest.account.cfg.policy.sequence_packing.enabled
+
+
+def test_activations_that_megatron_offloads_cost_seconds_and_main_memory(tmp_path):
+    file, model = ROOT / "examples" / "configs" / "grpo_math_1B_megatron.yaml", write_config(tmp_path, "Qwen3-8B")
+    offload = "policy.megatron_cfg.fine_grained_activation_offloading=true"
+    modules = "policy.megatron_cfg.offload_modules=[qkv_linear,core_attn,attn_proj]"
+    kept, offloaded = (
+        plan_run(file, [model, "policy.train_micro_batch_size=16", *overrides], Target(KNOWN["H200"]))[0]
+        for overrides in ((), (offload, modules))
+    )
+    before, after = ({use.phase: use.pass_bytes or 0 for use in plan.phases} for plan in (kept, offloaded))
+    freed = {phase: before[phase] - after[phase] for phase in before}
+    assert freed.pop(Phase.TRAINING) > 10 * GIB and not any(freed.values())
+    assert kept.step_s and offloaded.step_s
+    assert kept.step_s < offloaded.step_s < 1.2 * kept.step_s
+    moved_gib = (offloaded.owners["policy"] - kept.owners["policy"]) / GIB
+    assert 10 < moved_gib < 40
 
 
 def test_of_a_teacher_whose_layers_stream_two_are_on_the_gpu(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -163,10 +164,15 @@ def local_config(model_name: str, overrides: Mapping[str, Any]) -> Mapping[str, 
     Also None for a hub's model that has not been downloaded yet.
     """
     folder = local_folder(model_name)
-    if folder is None or not (path := folder / "config.json").is_file():
-        return None
+    path = None if folder is None else folder / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
+        config = None if path is None else _parsed_file(path, path.stat().st_mtime_ns)
+    except (OSError, ValueError):
         return None
     return {**config, **overrides} if isinstance(config, dict) else None
+
+
+@lru_cache(maxsize=8)
+def _parsed_file(path: Path, mtime_ns: int) -> Any:
+    """Read a JSON file, once as long as it does not change; a plan asks hundreds of times."""
+    return json.loads(path.read_text(encoding="utf-8"))
