@@ -5,7 +5,8 @@
 
 Each case is a run of its own in a process of its own: random Qwen3 model, random text whose rows are as long as the
 configuration allows, or responses that seldom end before. It prints the policy's peak in each phase as torch counts it,
-what the GPU driver counts, and seconds of a step; `plan_runs.json` has the metrics of all steps and the overrides.
+what the GPU driver counts, and seconds of a step; `plan_runs.json` has the metrics of all steps, the overrides, and the
+most main memory of all processes of a run, Ray's daemons included.
 `plan_table.py` compares them with plans. Docs: docs/measurements/plans.md.
 """
 
@@ -13,22 +14,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from common import ROOT, make_model, measured_with, steps_in, write_result
 from distillation import ARITHMETIC
+from large_model import process_bytes
 from qwen3_shapes import TIED
 
 EXAMPLES, BENCHMARKS = ROOT / "examples" / "configs", ROOT / "benchmarks"
 DTENSOR, MEGATRON, ADAM = "policy.dtensor_cfg", "policy.megatron_cfg", "policy.megatron_cfg.optimizer"
+PERIOD_S = 5.0  # between readings of main memory, for which a process waits 20 ms a GiB when it maps memory
 NUM_ROWS = 32  # of an optimizer step of SFT, and twice the pairs of one of DPO
 KEPT = (
     "step",
@@ -305,23 +309,32 @@ def _measure(arguments: argparse.Namespace, name: str, out: Path, models: Path) 
     command += ["--cpu"] if arguments.cpu else []
     log = out / f"{name}.log"
     out.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as file:
-        try:
-            done = subprocess.run(
-                [*map(str, command), *arguments.overrides],
-                env=os.environ,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                timeout=arguments.limit_s,
-            )
-            end = f"status {done.returncode}"
-        except subprocess.TimeoutExpired:
-            end = f"ended after {arguments.limit_s:.0f} s"
+    begun_s, host_bytes, end = time.monotonic(), 0, ""
+    with (
+        log.open("w") as file,
+        subprocess.Popen([*map(str, command), *arguments.overrides], stdout=file, stderr=subprocess.STDOUT) as run,
+    ):
+        while run.poll() is None:
+            with suppress(subprocess.TimeoutExpired):
+                run.wait(PERIOD_S)
+            host_bytes = max(host_bytes, _host_bytes(run.pid))
+            if run.poll() is None and time.monotonic() - begun_s > arguments.limit_s:
+                end = f"ended after {arguments.limit_s:.0f} s"
+                run.kill()
+    end = end or f"status {run.returncode}"
     steps = [{key: value for key, value in step.items() if key.startswith(KEPT)} for step in steps_in(out / name)]
     if end != "status 0":
         lines = log.read_text(errors="replace").splitlines()
         print(f"{name}: {end}: {' | '.join(lines[-3:])[-400:]}", flush=True)
-    return {"end": end, "steps": steps}
+    return {"end": end, "host_peak_bytes": host_bytes, "steps": steps}
+
+
+def _host_bytes(pid: int) -> int:
+    """Main memory of a process and all that descend from it; a page that n of them share counts once."""
+    with suppress(psutil.Error):
+        processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+        return sum(sum(process_bytes(process.pid).values()) for process in processes)
+    return 0
 
 
 if __name__ == "__main__":

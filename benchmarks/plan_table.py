@@ -27,6 +27,7 @@ from nemo_offload_rl.plan import Plan, Target, plan_run
 from nemo_offload_rl.residency import Phase
 
 PROMPT_TOKENS = 8
+IDLE_BYTES = 46 << 20  # of a process that waits for work of Ray: a fit of the driver's bytes to 16, 32 and 64 cores
 OWNERS = ("policy", "engine", "other")
 # Phases of a plan, and the prefix of the metrics of what a GPU held in them.
 PHASES = {"TRAINING": "training", "LP_INFERENCE": "logprobs", "GENERATION": "generation"}
@@ -66,17 +67,27 @@ CASES = {
 }
 
 
+def read_result(name: str) -> dict[str, Any]:
+    """The result of a run."""
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
 def steps_of(name: str) -> list[Mapping[str, float]]:
     """The records of a run's steps after the first."""
-    read = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+    read = read_result(name)
     steps = read["steps"] if "steps" in read else read["sides"]["nemo_offload_rl"]["records"]
     return steps[1:]
 
 
-def taken_of_host(name: str) -> int:
-    """Bytes of main memory that all processes of a run took at the moment when they took most; 0 if not measured."""
-    peak = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text()).get("peak_bytes", {})
-    return sum(sum(kinds.values()) for kinds in peak.values())
+def host_taken(read: Mapping[str, Any]) -> dict[str, float]:
+    """Bytes of main memory by owner at the moment when a run's processes took most, as they are counted now.
+
+    Ray had started a process for each core, of which no run made use; they are not started any more.
+    """
+    taken = {owner: float(sum(kinds.values())) for owner, kinds in read.get("peak_bytes", {}).items()}
+    if taken:
+        taken["driver"] -= read["machine"]["cores"] * IDLE_BYTES
+    return taken
 
 
 def plan_case(case: Case, length: int, folder: Path) -> Plan:
@@ -97,7 +108,7 @@ def row(name: str, case: Case, folder: Path) -> list[str]:
     uses = {use.phase.name: use.peak_bytes / GIB for use in plan.phases}
     for phase, prefix in PHASES.items():
         cells.append(pair(uses[phase], sum(last.get(f"memory/{prefix}_{owner}_gib", 0.0) for owner in OWNERS)))
-    cells.append(pair(sum(plan.owners.values()) / GIB, taken_of_host(name) / GIB))
+    cells.append(pair(sum(plan.owners.values()) / GIB, sum(host_taken(read_result(name)).values()) / GIB))
     moved = gpus * sum(copies.in_bytes for copies in plan.copies.values())
     cells.append(pair(moved / 1e9, last["residency/bytes_in"] / 1e9))
     taken_s = statistics.median(step["timing/total_s"] for step in steps)
@@ -143,7 +154,9 @@ def short_row(name: str, ran: Mapping[str, Any], gpu: str, folder: Path) -> list
     for phase in (Phase.TRAINING, Phase.OPTIM_STEP, Phase.LP_INFERENCE, Phase.TEACHER_INFERENCE, Phase.REFIT):
         measured = max(peak[phase] for peak in peaks)
         cells.append(pair(own[phase] / GIB, measured) if phase in own else "")
+    # Of runs that did not read all processes, pages that two share count twice, and Ray's daemons do not.
     host = sum(steps[-1].get(f"memory/host_{owner}_gib", 0.0) for owner in ("policy", "engine", "driver"))
+    host = ran.get("host_peak_bytes", 0.0) / GIB or host
     # Without Ray, in one process, there is less on the host than is planned.
     cells.append(pair(sum(plan.owners.values()) / GIB, host if "memory/host_policy_gib" in steps[-1] else 0.0))
     later = [step["timing/total_s"] for step in steps[1:]]

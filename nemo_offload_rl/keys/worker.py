@@ -23,6 +23,7 @@ _NO_ROLLOUTS: Mapping[str, Any] = {
     "logprob_filter": None,
     "engine_memory_share": 0.0,
     "engine_kv_cache_gib": None,
+    "engine_tensor_parallel_size": 1,
     "colocated": False,
     "residency": "always",
     "residency_overrides": {},
@@ -71,6 +72,7 @@ class PolicySettings(RolloutKeys, TrainedPolicyConfig):
         logprob_filter: Logprobs are normalized over the tokens that it keeps, as in sampling; None for all tokens.
         engine_memory_share: Share of the device that the awake engine takes; 0 without a colocated engine.
         engine_kv_cache_gib: Fixed size of the engine's KV cache, which that share does not limit; None if not fixed.
+        engine_tensor_parallel_size: Devices that share one engine.
         colocated: An engine shares this worker's device, and sleeps while the worker uses it.
         seed: Seed of the run.
     """
@@ -79,6 +81,7 @@ class PolicySettings(RolloutKeys, TrainedPolicyConfig):
     logprob_filter: TokenFilter | None
     engine_memory_share: float
     engine_kv_cache_gib: float | None
+    engine_tensor_parallel_size: int
     colocated: bool
     seed: int
 
@@ -133,6 +136,7 @@ def grpo_worker(policy: PolicyConfig, seed: int) -> PolicySettings:
         logprob_filter=TokenFilter.of(generation.top_k, generation.top_p),
         engine_memory_share=vllm.gpu_memory_utilization,
         engine_kv_cache_gib=vllm.kv_cache_memory_gib,
+        engine_tensor_parallel_size=vllm.tensor_parallel_size,
         colocated=generation.colocated.enabled and vllm.enable_sleep_mode,
         seed=seed,
     )

@@ -232,7 +232,7 @@ class Account:
             self._expected(settings, groups),
             on_cpu=not cfg.cluster.gpus_per_node,
             device_bytes=(self.machine.gpu_bytes or 0) if cfg.cluster.gpus_per_node else memory_total_bytes(),
-            num_workers=cfg.cluster.workers_per_node,
+            has_started=False,
             engine_weight_bytes=self.engine_weight_bytes,
         )
 

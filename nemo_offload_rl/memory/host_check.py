@@ -14,7 +14,7 @@ from nemo_offload_rl.backends.megatron.optimizer_spec import optimizer_spec
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.megatron import MegatronConfig
 from nemo_offload_rl.keys.worker import PolicySettings
-from nemo_offload_rl.memory.host_plan import DRIVER_BYTES, HostNeed
+from nemo_offload_rl.memory.host_plan import HostNeed, driver_bytes
 from nemo_offload_rl.memory.limits import HostShare, HostShortage, host_limits, judge_host_memory, reserve_host_memory
 from nemo_offload_rl.memory.machine import Machine
 from nemo_offload_rl.protocols.backend import COMPUTE_DTYPES
@@ -65,7 +65,7 @@ def foresee_host_memory(
         _within_budget(need, need.settings.host_memory_budget_gib, may_advise)
         if not machine.is_planned:
             return
-    left = machine.host_limits(DRIVER_BYTES[device_type])
+    left = machine.host_limits(driver_bytes(need.settings, device_type))
     _granted(need, judge_host_memory([(left, need.parts())] * num_workers, 0), may_advise)
 
 

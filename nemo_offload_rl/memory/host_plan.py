@@ -30,14 +30,19 @@ ACTIVATIONS, LOADING, DEVICE_STATE = "offloaded activations", "loading", "state 
 PROCESS, ENGINE = "process", "engine"
 # Growth of a worker's process after its backend's libraries are imported: communicators, kernels, staging.
 GROWTH_BYTES = _GIB // 2
-# Main memory of whole processes, libraries and CUDA context included, without any state: measured by
-# benchmarks/large_model.py (docs/measurements/large-models.md). Engine processes took 1.5 to 1.9 GiB
-# each on one GPU, and 2.7 to 2.8 on each of two. The driver's memory, 2.0 to 2.7 GiB, includes the daemons of a Ray
-# cluster that it has started.
-POLICY_PROCESS_BYTES = {"cuda": 3 * _GIB, "cpu": _GIB // 2}
-ENGINE_PROCESS_BYTES = {"cuda": 2 * _GIB, "cpu": 3 * _GIB // 4}
+# Main memory of whole processes, libraries and CUDA context included, without state: proportional set sizes of
+# benchmarks/large_model.py, and resident ones of benchmarks/plan_runs.py. Megatron's workers took 2.5 to 2.9 GiB, those
+# of DTensor 2.1, with compiled layers 2.5 to 3.0, and 3.2 to 3.4 where all state passes through the GPU. Engines took
+# 1.5 to 1.9 GiB on one GPU, and 2.7 to 2.8 on each of two. The driver, with the daemons of a Ray that it has started,
+# took 1.0 GiB, and 1.2 to 1.3 with Megatron, less 46 MiB a core of idle processes that are not started any more.
+MEGATRON_PROCESS_BYTES = 11 * _GIB // 4
+DTENSOR_PROCESS_BYTES = {"plain": 21 * _GIB // 10, "compiled": 11 * _GIB // 4}
+PASSING_BYTES = 6 * _GIB // 10
+CPU_PROCESS_BYTES = _GIB // 2
+ENGINE_PROCESS_BYTES = {"cuda": 7 * _GIB // 4, "cpu": 3 * _GIB // 4}
 ENGINE_OF_SEVERAL_BYTES = 14 * _GIB // 5
-DRIVER_BYTES = {"cuda": 27 * _GIB // 10, "cpu": _GIB}
+DRIVER_BYTES = _GIB
+MEGATRON_DRIVER_BYTES = 5 * _GIB // 4
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,7 @@ def host_need(
     *,
     on_cpu: bool,
     device_bytes: int,
-    num_workers: int | None = None,
+    has_started: bool = True,
     loaded: Collection[str] = (),
     engine_weight_bytes: int | None = None,
 ) -> HostNeed:
@@ -121,15 +126,15 @@ def host_need(
         expected: Bytes of its state by row of the plan, of a reference if one is kept, of loading and activations.
         on_cpu: State in use and an engine take main memory as well.
         device_bytes: Memory of the worker's device.
-        num_workers: Workers of the host, if their processes have not started; None in a running worker.
+        has_started: The worker's process has; otherwise it and the engine's process count whole.
         loaded: Rows whose state is in memory already.
         engine_weight_bytes: Weights of an engine on the CPU; None for the size of the worker's own.
     """
     sizes = expected.state
-    if num_workers is None:
+    if has_started:
         other = {PROCESS: GROWTH_BYTES, LOADING: expected.loading}
     else:
-        other = process_bytes(settings, "cpu" if on_cpu else "cuda", num_workers)
+        other = process_bytes(settings, "cpu" if on_cpu else "cuda")
     if on_cpu:
         gradients_bytes = sizes[PARAMS]
         other[DEVICE_STATE] = sum(size for row, size in sizes.items() if row not in loaded) + gradients_bytes
@@ -241,20 +246,33 @@ def render_host_plan(need: HostNeed, device_type: str, num_workers: int) -> str:
     return f"{text} (of each policy worker: {state})" if state else text
 
 
-def process_bytes(settings: PolicySettings, device_type: str, num_workers: int) -> dict[str, int]:
+def process_bytes(settings: PolicySettings, device_type: str) -> dict[str, int]:
     """Main memory, without state, of one worker and of the engine process that shares its device."""
-    parts = {PROCESS: POLICY_PROCESS_BYTES[device_type]}
+    parts = {PROCESS: _worker_bytes(settings) if device_type == "cuda" else CPU_PROCESS_BYTES}
     if settings.engine_memory_share == 0 or not settings.colocated:
         return parts
-    over_several = device_type == "cuda" and num_workers > 1
-    return parts | {ENGINE: ENGINE_OF_SEVERAL_BYTES if over_several else ENGINE_PROCESS_BYTES[device_type]}
+    is_split = device_type == "cuda" and settings.engine_tensor_parallel_size > 1
+    return parts | {ENGINE: ENGINE_OF_SEVERAL_BYTES if is_split else ENGINE_PROCESS_BYTES[device_type]}
+
+
+def _worker_bytes(settings: PolicySettings) -> int:
+    if not settings.dtensor_cfg.enabled:
+        return MEGATRON_PROCESS_BYTES
+    num_bytes = DTENSOR_PROCESS_BYTES["compiled" if settings.dtensor_cfg.torch_compile else "plain"]
+    return num_bytes + (PASSING_BYTES if settings.backend.streams_parameters else 0)
+
+
+def driver_bytes(settings: PolicySettings, device_type: str) -> int:
+    """Main memory of the driver and of the daemons of a Ray cluster that it starts."""
+    on_megatron = device_type == "cuda" and not settings.dtensor_cfg.enabled
+    return MEGATRON_DRIVER_BYTES if on_megatron else DRIVER_BYTES
 
 
 def host_bytes_by_owner(need: HostNeed, device_type: str, num_workers: int) -> dict[str, int]:
     """Main memory during a run by owner: `policy`, `engine` (if it shares the devices), `driver`."""
-    in_use, processes = need.other.get(DEVICE_STATE, 0), process_bytes(need.settings, device_type, num_workers)
+    in_use, processes = need.other.get(DEVICE_STATE, 0), process_bytes(need.settings, device_type)
     worker_bytes = processes[PROCESS] + sum(need.state_parts().values()) + in_use
     owners = {"policy": num_workers * worker_bytes}
     if ENGINE in processes:
         owners["engine"] = num_workers * need.other.get(ENGINE, processes[ENGINE])
-    return {**owners, "driver": DRIVER_BYTES[device_type]}
+    return {**owners, "driver": driver_bytes(need.settings, device_type)}

@@ -58,9 +58,9 @@ def counted_here(config) -> account.Account:
 
 def host_bytes(state_gib: float, num_workers: int = 1, *, has_engine: bool = True) -> int:
     """Of a host that has so much for the state of all workers beside their processes, the engines' and the driver's."""
-    engine_bytes = host_plan.ENGINE_OF_SEVERAL_BYTES if num_workers > 1 else host_plan.ENGINE_PROCESS_BYTES["cuda"]
-    process_bytes = host_plan.POLICY_PROCESS_BYTES["cuda"] + (engine_bytes if has_engine else 0)
-    return int(state_gib * GIB) + num_workers * process_bytes + host_plan.DRIVER_BYTES["cuda"]
+    engine_bytes = host_plan.ENGINE_PROCESS_BYTES["cuda"] if has_engine else 0
+    process_bytes = host_plan.DTENSOR_PROCESS_BYTES["compiled"] + engine_bytes
+    return int(state_gib * GIB) + num_workers * process_bytes + host_plan.DRIVER_BYTES
 
 
 def test_an_engine_that_leaves_too_little_is_refused_with_the_share_that_works(load):
@@ -268,7 +268,7 @@ def test_a_host_that_cannot_hold_what_its_workers_offload_is_refused_before_anyt
     load(one, parameters=GIB, gpu_gib=80)  # params 4, optimizer 8, reference 2 in bfloat16
     in_fp32 = ["policy.precision=float32"]
     with pytest.raises(
-        ConfigError, match=r"needs 33\.00 GiB .*process 3.00, engine 2.00.*leaves 22\.00 GiB; use .* needs 17\.00"
+        ConfigError, match=r"needs 32\.50 GiB .*process 2.75, engine 1.75.*leaves 21\.50 GiB; use .* needs 16\.50"
     ):
         load(one, parameters=2 * GIB, gpu_gib=80)
     # Where the engine leaves the GPU no room for the optimizer, the advice is another, and works.
@@ -277,14 +277,14 @@ def test_a_host_that_cannot_hold_what_its_workers_offload_is_refused_before_anyt
         load(larger, parameters=2 * GIB, gpu_gib=80)
     stays = ["++policy.residency_overrides.params=device", "loss_fn.reference_policy_kl_penalty=0"]
     load([*larger, *stays], parameters=2 * GIB, gpu_gib=80)
-    with pytest.raises(ConfigError, match=r"needs 37\.00 GiB .*reference 8\.00"):
+    with pytest.raises(ConfigError, match=r"needs 36\.50 GiB .*reference 8\.00"):
         load([*one, *in_fp32], parameters=2 * GIB, gpu_gib=80)
     monkeypatch.setitem(globals(), "HOST_BYTES", host_bytes(17, 2))
     two = ["cluster.gpus_per_node=2", "policy.dtensor_cfg.tensor_parallel_size=1"]
     load(two, parameters=GIB, gpu_gib=80)  # of each worker half as much
     # Megatron's workers each have all parameters, 2 + 2 for the reference, and half of the optimizer's 12.
     load([*MEGATRON, *two[:1]], parameters=int(0.8 * GIB), gpu_gib=80)
-    with pytest.raises(ConfigError, match=r"leaves 28\.60 GiB for 2 workers that need 29\.60; use"):
+    with pytest.raises(ConfigError, match=r"leaves 25\.75 GiB for 2 workers that need 27\.00; use"):
         load([*MEGATRON, *two[:1]], parameters=GIB, gpu_gib=80)
     load([*one, "policy.host_memory_budget_gib=40"], parameters=2 * GIB, gpu_gib=80)
     with pytest.raises(ConfigError, match=r"policy\.host_memory_budget_gib leaves 13\.00 GiB; use "):
@@ -334,9 +334,9 @@ def test_state_that_passes_through_the_gpu_needs_sixteen_bytes_a_parameter_of_th
     monkeypatch.setitem(globals(), "HOST_BYTES", host_bytes(321, has_engine=False))
     on_host = ["cluster.gpus_per_node=1", *HOST_HELD]
     load(on_host, parameters=20 * GIB, gpu_gib=80, name="sft.yaml")
-    with pytest.raises(ConfigError, match=r"needs 339\.00 GiB .*\(params/part 84\.00, grads/part 84\.00, "):
+    with pytest.raises(ConfigError, match=r"needs 339\.35 GiB .*\(params/part 84\.00, grads/part 84\.00, "):
         load(on_host, parameters=21 * GIB, gpu_gib=80, name="sft.yaml")
-    with pytest.raises(ConfigError, match=r"needs 365\.00 GiB .*reference 40\.00, process"):
+    with pytest.raises(ConfigError, match=r"needs 365\.10 GiB .*reference 40\.00, process"):
         load(on_host, parameters=20 * GIB, gpu_gib=80)
 
 
@@ -369,7 +369,7 @@ def test_without_anything_that_leaves_the_gpu_no_host_memory_is_asked_for(load, 
     monkeypatch.setitem(globals(), "HOST_BYTES", 0)
     load(["cluster.gpus_per_node=1"], parameters=GIB, gpu_gib=80, name="sft.yaml")
     monkeypatch.setitem(globals(), "HOST_BYTES", host_bytes(0, has_engine=False))
-    with pytest.raises(ConfigError, match=r"use dpo\.precompute_reference_logprobs=true, which needs 3\.00"):
+    with pytest.raises(ConfigError, match=r"use dpo\.precompute_reference_logprobs=true, which needs 2\.75"):
         load(["cluster.gpus_per_node=1"], parameters=GIB, gpu_gib=80, name="dpo.yaml")
 
 
