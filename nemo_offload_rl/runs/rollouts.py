@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from nemo_offload_rl.algorithms.checkpoints import Checkpoint, CheckpointKeeper, resume_point
@@ -25,7 +25,9 @@ from nemo_offload_rl.data.loader import ShuffledLoader
 from nemo_offload_rl.data.records import digest_of_lengths
 from nemo_offload_rl.data.tokenizer import check_token_ids, load_tokenizer
 from nemo_offload_rl.experience.rollouts import Decode, Turns
+from nemo_offload_rl.keys.grpo import needs_prev_logprobs
 from nemo_offload_rl.keys.master import GrpoConfig, RolloutConfig
+from nemo_offload_rl.keys.megatron import MegatronConfig
 from nemo_offload_rl.keys.worker import TeacherSettings
 from nemo_offload_rl.runs.checks import begin, check_data_sets, check_profile_steps
 from nemo_offload_rl.runs.environments import load_code, open_environments
@@ -87,9 +89,28 @@ def run_grpo(
     )
     keep_reference = config.loss_fn.reference_policy_kl_penalty != 0
     with open_run(config, keep_reference=keep_reference, given=given) as (parts, last_step, resume_from):
+        if has_needless_logprobs(config):
+            parts.progress.note(
+                "each step makes one update, so the probability ratio is 1 but for rounding: "
+                "loss_fn.force_on_policy_ratio=true would save the pass for the policy's logprobs"
+            )
         trainer = GrpoTrainer(config.grpo, config.loss_fn, config.policy.generation, parts, own)
         trainer.run(last_step, resume_from)
     return result_of(parts.logger, parts.checkpoints)
+
+
+def has_needless_logprobs(config: GrpoConfig) -> bool:
+    """Tell whether `loss_fn.force_on_policy_ratio` would save a pass of each step and change only rounding."""
+    grpo, loss, policy, backend = config.grpo, config.loss_fn, config.policy, config.policy.backend
+    adapters = backend.peft if isinstance(backend, MegatronConfig) else policy.dtensor_cfg.lora_cfg
+    return (
+        policy.train_global_batch_size == grpo.num_prompts_per_step * grpo.num_generations_per_prompt
+        and not (loss.force_on_policy_ratio or loss.use_cispo or loss.disable_ppo_ratio)
+        and loss.target is None
+        # Dropout makes the logprobs of the training pass differ.
+        and not (policy.dropout or (adapters.enabled and adapters.dropout))
+        and not needs_prev_logprobs(grpo, replace(loss, force_on_policy_ratio=True))
+    )
 
 
 @contextmanager

@@ -109,6 +109,7 @@ def test_a_person_sees_each_step_and_answers_of_the_validation(run):
 
 def test_the_residency_plan_is_told_once(run):
     assert run.stdout.count("residency plan of each policy worker:") == 1
+    assert run.stdout.count("loss_fn.force_on_policy_ratio=true would save the pass") == 1
     assert re.findall(r"^(\w+) is ready after \d+\.\d s$", run.stdout, re.MULTILINE) == ["Ray", "engine", "policy"]
     assert re.search(r"^params \(\S+ GiB\) +DEVICE +DEVICE +DEVICE +DEVICE +HOST$", run.stdout, re.MULTILINE)
 

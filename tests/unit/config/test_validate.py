@@ -14,6 +14,7 @@ from nemo_offload_rl.config.validate import missing_key_message, validate_keys
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.master import GrpoMasterConfig
 from nemo_offload_rl.runs.loading import load_grpo_config
+from nemo_offload_rl.runs.rollouts import has_needless_logprobs
 from nemo_offload_rl.utils.config import flatten_keys, load_config
 
 CPU = "tests/unit/config/cpu.yaml"
@@ -134,6 +135,24 @@ def test_the_section_of_weights_and_biases_may_be_deleted() -> None:
 
 def test_the_megatron_section_may_be_deleted() -> None:
     load_grpo_config(CPU, ["~policy.megatron_cfg"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], True),
+        (["policy.train_global_batch_size=64"], False),  # several updates
+        (["loss_fn.force_on_policy_ratio=true"], False),
+        (["loss_fn.use_cispo=true"], False),
+        (["loss_fn.disable_ppo_ratio=true"], False),
+        (["grpo.seq_logprob_error_threshold=2"], False),
+        (["policy.dropout=true"], False),
+        (["policy.dtensor_cfg.lora_cfg.enabled=true"], True),
+        (["policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.dropout=0.1"], False),
+    ],
+)
+def test_a_logprob_pass_is_needless_where_the_ratio_is_1_and_nothing_else_reads_it(overrides, expected) -> None:
+    assert has_needless_logprobs(load_grpo_config(CPU, overrides)) == expected
 
 
 # ---------------------------------------------------------------- hints
