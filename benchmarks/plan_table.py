@@ -1,11 +1,12 @@
-"""Plans of measured runs next to what they took, as two tables for docs/measurements/plans.md.
+"""Plans of measured runs next to what they took, as three tables for docs/measurements/plans.md.
 
     python benchmarks/plan_table.py
 
 The first has the runs of `plan_runs.py`, with the policy's peaks in each phase as torch counts them. Every run of the
 second is a file of benchmarks/results that `large_model.py` or an earlier form of `grpo_vs_peers.py` wrote, whose GiB
 are those of all owners as the GPU driver counts them. Plans are for the mean length of the run's sequences; measured
-seconds are medians of the steps after the first, and GiB are those of the last step. Needs no GPU.
+seconds are medians of the steps after the first, and GiB are those of the last step. The third has the seconds that
+`--fit` plans for its own choice. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from plan_runs import CASES as SHORT_RUNS
 from qwen3_shapes import write_config
 
 from nemo_offload_rl.memory.gpus import KNOWN
-from nemo_offload_rl.plan import Plan, Target, plan_run
+from nemo_offload_rl.plan import Plan, Target, plan_of, plan_run, search_of, usable_host_bytes
 from nemo_offload_rl.residency import Phase
 
 PROMPT_TOKENS = 8
 IDLE_BYTES = 46 << 20  # of a process that waits for work of Ray: a fit of the driver's bytes to 16, 32 and 64 cores
+HOST_GIB_PER_GPU = 125.9  # of the hosts of these runs
 OWNERS = ("policy", "engine", "other")
 # Phases of a plan, and the prefix of the metrics of what a GPU held in them.
 PHASES = {"TRAINING": "training", "LP_INFERENCE": "logprobs", "GENERATION": "generation"}
@@ -72,6 +74,20 @@ def read_result(name: str) -> dict[str, Any]:
     return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
 
 
+FITTED = (
+    "megatrain_7b",
+    "large_model_8b",
+    "large_model_8b_24gb",
+    "large_model_8b_48gb",
+    "reference_8b_four_gpus",
+    "large_model_14b",
+    "large_model_moe_30b",
+    "large_model_moe_30b_h100",
+    "large_model_32b",
+)
+"""Runs whose keys a person chose."""
+
+
 def steps_of(name: str) -> list[Mapping[str, float]]:
     """The records of a run's steps after the first."""
     read = read_result(name)
@@ -90,6 +106,11 @@ def host_taken(read: Mapping[str, Any]) -> dict[str, float]:
     return taken
 
 
+def mean_length(steps: Sequence[Mapping[str, float]]) -> int:
+    """Mean tokens of the sequences of a run."""
+    return round(statistics.median(step["train/mean_response_tokens"] for step in steps)) + PROMPT_TOKENS
+
+
 def plan_case(case: Case, length: int, folder: Path) -> Plan:
     """Plan a run for sequences of this mean length; `folder` gets the model's config.json."""
     write_config(folder, case.shape)
@@ -98,11 +119,29 @@ def plan_case(case: Case, length: int, folder: Path) -> Plan:
     return plan
 
 
+def fit_row(name: str, case: Case, folder: Path) -> list[str]:
+    """Cells of a run: its seconds, measured and planned, and those of the choice of `--fit` for its machine."""
+    steps = steps_of(name)
+    write_config(folder, case.shape)
+    path, overrides = ROOT / "benchmarks" / case.config, [*case.overrides, f"policy.model_name={folder}"]
+    gpus = plan_case(case, 1, folder).account.cfg.cluster.world_size
+    target = Target(KNOWN[case.gpu], usable_host_bytes(gpus * HOST_GIB_PER_GPU), length=mean_length(steps))
+    plan, rules = plan_run(path, overrides, target)
+    found = search_of(plan, rules).fastest()
+    assert plan.step_s is not None
+    assert found is not None
+    fullest = max(plan_of(found.account, target, rules).phases, key=lambda use: use.total_bytes)
+    taken_s = statistics.median(step["timing/total_s"] for step in steps)
+    seconds = [f"{taken_s:.1f}", f"{plan.step_s:.1f}", f"{found.step_s:.1f}"]
+    full = f"{fullest.total_bytes / GIB:.0f} of {fullest.gpu_bytes / GIB:.0f}"
+    changes = " ".join(f"`{override.replace('policy.', '')}`" for override in found.overrides)
+    return [f"`{name}`", f"{case.shape}, {gpus} {case.gpu}", *seconds, full, changes]
+
+
 def row(name: str, case: Case, folder: Path) -> list[str]:
     """Cells of a run: planned and measured."""
     steps = steps_of(name)
-    length = round(statistics.median(step["train/mean_response_tokens"] for step in steps)) + PROMPT_TOKENS
-    plan, last = plan_case(case, length, folder), steps[-1]
+    plan, last = plan_case(case, mean_length(steps), folder), steps[-1]
     gpus = plan.account.cfg.cluster.world_size
     cells = [f"`{name}`", f"{case.shape}, {gpus} {case.gpu}"]
     uses = {use.phase.name: use.peak_bytes / GIB for use in plan.phases}
@@ -169,13 +208,12 @@ def short_row(name: str, ran: Mapping[str, Any], gpu: str, folder: Path) -> list
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """A Markdown table."""
-    titles = [*titles, "step, s", ""]
     lines = [titles, ["---"] * len(titles), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main() -> None:
-    """Print both tables."""
+    """Print the tables."""
     with tempfile.TemporaryDirectory() as folder:
         titles = [
             "run",
@@ -186,10 +224,15 @@ def main() -> None:
             "teacher, GiB",
             "refit, GiB",
             "host, GiB",
+            "step, s",
+            "",
         ]
         print(table(titles, short_rows(Path(folder))), end="\n\n")
         titles = ["run", "model", "training, GiB", "logprobs, GiB", "generation, GiB", "host, GiB", "GB in"]
-        print(table(titles, [row(name, case, Path(folder) / case.shape) for name, case in CASES.items()]))
+        rows = [row(name, case, Path(folder) / case.shape) for name, case in CASES.items()]
+        print(table([*titles, "step, s", ""], rows), end="\n\n")
+        titles = ["run", "model", "measured, s", "planned, s", "of `--fit`, planned s", "fullest GPU, GiB", "changes"]
+        print(table(titles, [fit_row(name, CASES[name], Path(folder) / CASES[name].shape) for name in FITTED]))
 
 
 if __name__ == "__main__":
