@@ -28,7 +28,7 @@ It needs no network. In addition to what this repository needs:
   orjson, which is put in front of the path of that side alone.
 From archives of the GPU machine: 1_base, 2_vllm and, for `megatron`, 3_transformer_engine go to one folder on
 PYTHONPATH, 4_verl goes to VERL_SITE alone.
-Needs a GPU. Docs: docs/measurements/grpo.md and docs/measurements/small-gpus.md.
+Needs a GPU; of a CPU the bound says nothing. Docs: docs/measurements/grpo.md and docs/measurements/small-gpus.md.
 """
 
 from __future__ import annotations
@@ -134,8 +134,9 @@ def transition(record: Mapping[str, float], gpu: Gpu) -> dict[str, float]:
     For one worker: bytes are of all, and the link is one GPU's.
     """
     assert gpu.rates is not None
-    busy_s = sum(record.get(f"timing/{name}_s", 0.0) for name in BUSY) - sum(record[name] for name in BACK)
-    seconds = {"out_s": record[OUT], "back_s": sum(record[name] for name in BACK)}
+    back_s = sum(record.get(name, 0.0) for name in BACK)  # there may be no logprob pass
+    busy_s = sum(record.get(f"timing/{name}_s", 0.0) for name in BUSY) - back_s
+    seconds = {"out_s": record[OUT], "back_s": back_s}
     copies_s = {
         "copies_out_s": record["residency/bytes_out"] / gpu.rates.out_bytes_per_s,
         "copies_back_s": record["residency/bytes_in"] / gpu.rates.in_bytes_per_s,
