@@ -189,8 +189,7 @@ class Account:
 
     @cached_property
     def _elements(self) -> ModelElements:
-        in_experts = None if self.sizes is None else self.sizes.num_in_experts
-        return ModelElements.of(self.num_parameters or 0, in_experts, local_model_config(self.cfg) or {})
+        return ModelElements.of(self.num_parameters or 0, self.sizes, local_model_config(self.cfg) or {})
 
     @cached_property
     def _stages_hold(self) -> tuple[Held, ...]:
@@ -295,7 +294,7 @@ class Account:
         if sizes is None or settings is None:
             return None
         config = local_config(settings.model_name, settings.hf_config_overrides) or {}
-        elements = ModelElements.of(sizes.num_parameters, sizes.num_in_experts, config)
+        elements = ModelElements.of(sizes.num_parameters, sizes, config)
         held = max(held.total for held in held_by_stage(settings, cfg.cluster.world_size, elements))
         return COMPUTE_DTYPES[settings.precision].itemsize * held
 
@@ -468,7 +467,7 @@ class Account:
     @property
     def ties_embeddings(self) -> bool:
         """Tell whether the model's output layer is its embedding."""
-        return bool((local_model_config(self.cfg) or {}).get("tie_word_embeddings"))
+        return self._elements.is_tied
 
     @cached_property
     def _largest_part(self) -> dict[str, int]:

@@ -20,6 +20,7 @@ from nemo_offload_rl.keys.policy import TrainedPolicyConfig
 from nemo_offload_rl.models.shape import ModelShape
 from nemo_offload_rl.protocols.backend import COMPUTE_DTYPES
 from nemo_offload_rl.residency import GRADS, OPTIMIZER, OPTIMIZER_PART, PARAMS
+from nemo_offload_rl.utils.flops import ModelSizes
 
 _FP32_BYTES = 4
 
@@ -43,11 +44,13 @@ class ModelElements:
     num_layers: int | None = None
 
     @classmethod
-    def of(cls, total: int, in_experts: int | None, config: Mapping[str, object]) -> ModelElements:
-        """Complete these numbers by those that a model's config.json tells."""
+    def of(cls, total: int, sizes: ModelSizes | None, config: Mapping[str, object]) -> ModelElements:
+        """Count the elements of a model of `total` parameters, as far as its files' sizes and its config.json tell."""
         shape = ModelShape.of(config)
         in_embedding = (shape.vocab_size or 0) * (shape.hidden_size or 0)
-        return cls(total, in_experts, in_embedding, bool(config.get("tie_word_embeddings")), shape.num_layers)
+        if sizes is None:
+            return cls(total, None, in_embedding, bool(config.get("tie_word_embeddings")), shape.num_layers)
+        return cls(total, sizes.num_in_experts, in_embedding, sizes.ties_embeddings, sizes.num_layers)
 
 
 @dataclass(frozen=True)

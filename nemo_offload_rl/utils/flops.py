@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,9 @@ from nemo_offload_rl.models.shape import ModelShape
 _PEAKS = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "B200": 2250e12, "A100": 312e12, "A800": 312e12}
 
 _EXPERTS = ".experts."  # in names of their weights
+_OUTPUT = "lm_head.weight"
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
+_PREDICTING = "mtp."  # names of layers that predict further tokens begin with this, or have a number after the last
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,7 @@ class ModelSizes:
     num_layers: int
     attention_width: int  # heads times their size
     num_in_experts: int = 0  # parameters of a mixture's experts, shared ones aside
+    ties_embeddings: bool = False  # the output layer's matrix is the embedding's
 
     def forward_flops(self, lengths: Sequence[int]) -> float:
         """FLOPs of one forward pass over sequences of these lengths, each attending to itself."""
@@ -63,23 +68,42 @@ def read_model_sizes(model_name: str) -> ModelSizes | None:
 def count_sizes(config: Mapping[str, Any], tensors: Iterable[tuple[str, int]]) -> ModelSizes | None:
     """Count the parameters of a model; None if its config.json does not tell its layers.
 
+    Files may have more than the model: a tied output layer, which is counted once, and layers that predict further
+    tokens, which are neither loaded nor trained.
+
     Args:
         config: Contents of its config.json.
-        tensors: Name and number of elements of each parameter, tied ones once.
+        tensors: Name and number of elements of each tensor.
     """
     shape = ModelShape.of(config)
     if shape.num_layers is None or shape.num_heads is None or shape.head_dim is None:
         return None
     active_share = shape.num_active_experts / shape.num_experts if shape.num_experts else 1.0
     num_dense = num_in_experts = num_active = 0
+    ties_embeddings, has_output = bool(config.get("tie_word_embeddings")), False
     for name, num_elements in tensors:
+        has_output |= name.endswith(_OUTPUT)
+        layer = _LAYER.search(name)
+        if (
+            (name.endswith(_OUTPUT) and ties_embeddings)
+            or name.startswith(_PREDICTING)
+            or (layer is not None and int(layer[1]) >= shape.num_layers)
+        ):
+            continue
         if _EXPERTS in name:
             num_in_experts += num_elements
             num_active += round(num_elements * active_share)
         else:
             num_dense += num_elements
     width = shape.num_heads * shape.head_dim
-    return ModelSizes(num_dense + num_in_experts, num_dense + num_active, shape.num_layers, width, num_in_experts)
+    return ModelSizes(
+        num_parameters=num_dense + num_in_experts,
+        num_active=num_dense + num_active,
+        num_layers=shape.num_layers,
+        attention_width=width,
+        num_in_experts=num_in_experts,
+        ties_embeddings=ties_embeddings or not has_output,
+    )
 
 
 def _tensors(files: Sequence[Path]) -> Iterator[tuple[str, int]]:

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 from policy_cases import save_moe
-from tiny_models import save_model_folder
+from safetensors.torch import save_file
+from tiny_models import qwen3_config, save_model_folder
 from torch.utils.flop_counter import FlopCounterMode
 
 from nemo_offload_rl.utils.flops import peak_flops, read_model_sizes
@@ -17,6 +18,20 @@ def test_parameters_are_counted_from_the_files_headers(tmp_path):
     assert sizes is not None
     assert sizes.num_parameters == sum(parameter.numel() for parameter in model.parameters())
     assert read_model_sizes("owner/name") is None
+
+
+def test_of_files_only_what_the_model_has_is_counted(tmp_path):
+    model = save_model_folder(tmp_path, 0, qwen3_config(tied=True))
+    expected = read_model_sizes(str(tmp_path))
+    assert expected is not None and expected.ties_embeddings
+    num_layers, weight = expected.num_layers, model.lm_head.weight.detach()
+    more = ("lm_head.weight", f"model.layers.{num_layers}.mlp.up_proj.weight", "mtp.layers.0.mlp.up_proj.weight")
+    save_file({name: weight.clone() for name in more}, tmp_path / "more.safetensors")
+    assert read_model_sizes(str(tmp_path)) == expected
+    save_file({f"model.layers.{num_layers - 1}.bias": torch.ones(3)}, tmp_path / "more.safetensors")
+    assert read_model_sizes(str(tmp_path)) == replace(
+        expected, num_parameters=expected.num_parameters + 3, num_active=expected.num_active + 3
+    )
 
 
 def test_the_estimate_is_what_torch_counts_but_for_the_embedding_the_norms_and_attention(tmp_path):
