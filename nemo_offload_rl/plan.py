@@ -210,6 +210,7 @@ class Plan:
                 }
                 for use in self.phases
             },
+            "usable_host_gib": None if self.target.host_bytes is None else self.target.host_bytes / _GIB,
             "host_gib": {owner: size / _GIB for owner, size in self.owners.items()},
             "stages": {
                 str(stage): {
@@ -552,17 +553,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if fastest is not None:
         fastest = as_tried(plan, fastest, given.config, overrides)
     text = _report(plan, changes, fastest, given.config, overrides, searches=given.fit)
-    if given.json:
-        told: dict[str, Any] = {**plan.to_json(), "changes": [_trial_json(plan, trial) for trial in changes]}
-        if given.fit:
-            told["fastest"] = None if fastest is None else _trial_json(plan, fastest)
-        sys.stdout.write(f"{json.dumps(told, indent=1)}\n")
-    else:
-        sys.stdout.write(f"{text}\n")
+    told: dict[str, Any] = {**plan.to_json(), "changes": [_trial_json(plan, trial) for trial in changes]}
+    if given.fit:
+        told["fastest"] = None if fastest is None else _trial_json(plan, fastest)
+    sys.stdout.write(f"{json.dumps(told, indent=1) if given.json else text}\n")
     if given.html is not None:
         from nemo_offload_rl.report.plan import plan_page
 
-        _write(given.html, plan_page(f"Plan of {given.config.name}", str(given.config), plan.to_json(), text))
+        _write(given.html, plan_page(f"Plan of {given.config.name}", str(given.config), told, text))
     return 2 if plan.problems and fastest is None else 0
 
 

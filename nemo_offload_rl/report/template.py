@@ -11,7 +11,8 @@ h1 { font-size: 1.6rem; overflow-wrap: anywhere; }
 h2 { font-size: 1.2rem; margin: 2.5rem 0 .5rem; border-bottom: 1px solid var(--line); }
 table { border-collapse: collapse; margin: 1rem 0; }
 td { padding: .2rem 1.5rem .2rem 0; border-bottom: 1px solid var(--line); overflow-wrap: anywhere; }
-td + td { padding-right: 0; text-align: right; font-variant-numeric: tabular-nums; }
+td + td { padding-right: 0; text-align: right; overflow-wrap: break-word; font-variant-numeric: tabular-nums; }
+p { overflow-wrap: anywhere; }
 .figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 21rem), 1fr)); gap: 1rem 2rem; }
 figure { margin: 0; min-width: 0; position: relative; }
 figcaption { font-weight: 600; margin: .5rem 0 .2rem; }
@@ -89,7 +90,7 @@ BODY = """\
 {% endfor %}
 {% for name, text in details if text %}
 {% if loop.first %}
-<h2>Records</h2>
+<h2>{{ records | default("Records") }}</h2>
 {% endif %}
 <details><summary>{{ name }}</summary><pre>{{ text }}</pre></details>
 {% endfor %}

@@ -294,7 +294,14 @@ def test_the_command_prints_the_plan_and_its_status_says_whether_it_fits(tmp_pat
     assert (ended.value.code, too_small.err) == (2, "")
     page = tmp_path / "plan.html"
     assert main([*argv, "--gpu", "NVIDIA H200", "--gpus", "1", "--host-gib", "125.9", "--html", str(page)]) == 0
-    assert page.read_text().count("<svg") == 2
+    drawn = page.read_text()
+    assert drawn.count("<svg") == 3
+    assert "does not fit" not in drawn
+    assert main([*argv, "--gpu-gib=24", "--html", str(page)]) == 2
+    assert capfd.readouterr().out.count("changes that make it fit:") == 1
+    for shown in ("<h2>It does not fit</h2>", "<h2>Changes that make it fit</h2>", "cpu_offload=true ~policy.resid"):
+        assert shown in page.read_text()
+    assert main([*argv, "--gpu", "H200", "--host-gib", "125.9"]) == 0
     for text, fits in ((too_small.out, False), (capfd.readouterr().out, True)):
         assert text.startswith("8.19 B parameters; residency plan of each policy worker:\ngroup")
         assert " s a step of 64 sequences of 528 tokens" in text
