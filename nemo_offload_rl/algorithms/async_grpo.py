@@ -3,7 +3,7 @@
 Taking the rollouts of a step means:
 1. Refit: the policy's weights go to the engines. Rollouts under way end first, or are paused and go on with the new
    weights (`grpo.async_grpo.in_flight_weight_updates`).
-2. Begin the rollouts that are due with these weights (`rollout_collector.py`).
+2. Begin the rollouts that are due with these weights (`rollout_pool.py`).
 3. Wait for the step's rollouts.
 Validation does the refit itself and begins no rollouts for training.
 """
@@ -11,22 +11,35 @@ Validation does the refit itself and begins no rollouts for training.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from statistics import fmean
 
 from nemo_offload_rl.algorithms.dynamic_sampling import SampledGroups
-from nemo_offload_rl.algorithms.rollout_collector import LostRollouts, RolloutCollector
 from nemo_offload_rl.algorithms.rollout_loop import RolloutLoop
 from nemo_offload_rl.algorithms.rollout_parts import RolloutParts
+from nemo_offload_rl.algorithms.rollout_pool import LostRollouts, RolloutPool
 from nemo_offload_rl.algorithms.rollout_sampler import AwakeEngine
 from nemo_offload_rl.data.loader import LookaheadLoader
 from nemo_offload_rl.data.records import Prompt
+from nemo_offload_rl.environments.agents import AgentEnvironment
+from nemo_offload_rl.environments.interfaces import for_threads
 from nemo_offload_rl.experience.types import RolloutBatch
 from nemo_offload_rl.keys.grpo import GrpoSectionConfig
 from nemo_offload_rl.utils.timer import TOTAL, PhaseTimer
 
 logger = logging.getLogger(__name__)
+
+
+def with_lookahead(parts: RolloutParts) -> RolloutParts:
+    """Return the parts for several threads: batches are drawn before they are used, and environments may overlap."""
+    environments = {
+        name: each if isinstance(each, AgentEnvironment) else for_threads(each)
+        for name, each in parts.environments.items()
+    }
+    return replace(parts, loader=LookaheadLoader(parts.loader), environments=environments)
 
 
 @dataclass(frozen=True)
@@ -40,7 +53,7 @@ class RolloutsAhead:
 
     Args:
         settings: The keys `grpo.*`; `async_grpo` is on.
-        parts: The run's parts, with a `LookaheadLoader`; the engines have their own devices.
+        parts: The run's parts, from `with_lookahead`; the engines have their own devices.
         loop: Draws rollouts, and holds the engines.
     """
 
@@ -48,10 +61,12 @@ class RolloutsAhead:
         assert settings.async_grpo is not None and isinstance(parts.loader, LookaheadLoader)
         self._cfg = cfg = settings.async_grpo
         self._num_prompts = settings.num_prompts_per_step
+        self._by_group = cfg.order == "finished"
         self._parts = parts
         self._loop = loop
         self._loader = parts.loader
-        self._collector: RolloutCollector[Prompt, _Drawn] | None = None
+        self._pool: RolloutPool[Prompt, _Drawn] | None = None
+        self._lengths: list[tuple[int, float]] = []  # batch and mean length of each group, as they finish
         loop.engine.around_refit = self._held if cfg.in_flight_weight_updates else self._drained
         if cfg.max_trajectory_age_steps > 1 and not cfg.in_flight_weight_updates:
             logger.warning(
@@ -63,20 +78,27 @@ class RolloutsAhead:
     @contextmanager
     def collecting(self, first_step: int, last_step: int) -> Generator[None]:
         """Collect rollouts for a run's steps. A resumed run generates untrained rollouts again."""
-        self._collector = RolloutCollector(
+        max_age = self._cfg.max_trajectory_age_steps
+        self._pool = RolloutPool(
             self._draw_in_thread,
             self._loader,
-            max_age=self._cfg.max_trajectory_age_steps,
+            order=self._cfg.order,
+            max_age=max_age,
             first_step=first_step,
             last_step=last_step,
+            most_at_once=self._parts.engine.most_callers if self._by_group else max_age + 1,
         )
         try:
             yield
         finally:
-            self._collector.close()
+            self._pool.close()
 
     def take(self, step: int) -> SampledGroups:
-        """Wait for the rollouts of a step and return them."""
+        """Wait for the rollouts of a step and return them.
+
+        Raises:
+            DataError: They have nothing to train on.
+        """
         engine = self._loop.engine
         while True:
             engine.bring_weights()
@@ -88,25 +110,48 @@ class RolloutsAhead:
                 if lost.engine == engine.num_restarts:  # else it was restarted already
                     engine.restart(lost.error)
                 continue
-            rollouts = taken.drawn.rollouts
-            return SampledGroups(trained=rollouts, sampled=rollouts, age=taken.age, seconds=taken.drawn.seconds)
+            rollouts = RolloutBatch.concatenate([part.drawn.rollouts for part in taken])
+            self._loop.check_useful(step, rollouts)
+            phases = dict.fromkeys(phase for part in taken for phase in part.drawn.seconds)
+            return SampledGroups(
+                trained=rollouts,
+                sampled=rollouts,
+                age=fmean(part.age for part in taken),
+                seconds={phase: max(part.drawn.seconds.get(phase, 0.0) for part in taken) for phase in phases},
+            )
 
     def metrics(self, groups: SampledGroups) -> dict[str, float]:
-        """Return the age of a step's rollouts, and the number of prompts whose rollouts wait to be trained on."""
-        waiting = self._running.num_waiting * self._num_prompts
-        return {"avg_trajectory_age": float(groups.age), "buffer_size": float(waiting)}
+        """Return the age of a step's rollouts, the number of prompts whose rollouts wait, and the bias of lengths."""
+        found = {"avg_trajectory_age": float(groups.age), "buffer_size": float(self._running.num_waiting)}
+        if self._by_group:
+            found["trained_length_mean"] = groups.trained.response_lengths().float().mean().item()
+            found["sampled_length_mean"] = self._sampled_length()
+        return found
 
-    def _draw_in_thread(self, step: int, prompts: Sequence[Prompt], number: int) -> _Drawn:
-        timer = PhaseTimer()
-        # `number` is from when the rollouts began: the engine may be restarted before this thread runs.
-        engine = AwakeEngine(self._parts.engine, timer, lambda: self._loop.engine.num_restarts == number)
-        rollouts = self._loop.draw(step, 0, prompts, sampler=self._loop.sampler.for_thread(engine, timer))
+    def _sampled_length(self) -> float:
+        """Mean length in the newest batch whose groups have all finished; without one, of all finished groups."""
+        finished = self._lengths[:]
+        sizes = Counter(batch for batch, _ in finished)
+        whole = max((batch for batch, size in sizes.items() if size == self._num_prompts), default=None)
+        if whole is None:
+            return fmean(length for _, length in finished)
+        mean = fmean(length for batch, length in finished if batch == whole)
+        self._lengths[: len(finished)] = [(batch, length) for batch, length in finished if batch >= whole]
+        return mean
+
+    def _draw_in_thread(self, batch: int, first: int, prompts: Sequence[Prompt], number: int) -> _Drawn:
+        timer, engines = PhaseTimer(), self._parts.engine
+        with engines.reserve() if self._by_group else nullcontext(engines) as engine:
+            # `number` is from when the rollouts began: the engine may be restarted before this thread runs.
+            awake = AwakeEngine(engine, timer, lambda: self._loop.engine.num_restarts == number)
+            rollouts = self._loop.draw_ahead(batch, first, prompts, awake, timer)
+        self._lengths.append((batch, rollouts.response_lengths().float().mean().item()))
         return _Drawn(rollouts, {phase: taken_s for phase, taken_s in timer.seconds().items() if phase != TOTAL})
 
     @property
-    def _running(self) -> RolloutCollector[Prompt, _Drawn]:
-        assert self._collector is not None, "no run is under way"
-        return self._collector
+    def _running(self) -> RolloutPool[Prompt, _Drawn]:
+        assert self._pool is not None, "no run is under way"
+        return self._pool
 
     @contextmanager
     def _drained(self) -> Generator[None]:

@@ -21,14 +21,14 @@ class SampledGroups:
         trained: Groups that the policy is trained on.
         sampled: All sampled groups, trained ones included; metrics of rollouts use them.
         num_batches: Number of generation batches drawn.
-        age: Number of steps between the weights that the rollouts began with and those being trained.
+        age: Mean number of steps between the weights that the rollouts began with and those being trained.
         seconds: Seconds of drawing during training, by phase; empty if the step waited for the rollouts.
     """
 
     trained: RolloutBatch
     sampled: RolloutBatch
     num_batches: int = 1
-    age: int = 0
+    age: float = 0.0
     seconds: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @staticmethod

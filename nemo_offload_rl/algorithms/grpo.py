@@ -27,7 +27,7 @@ from nemo_offload_rl.algorithms.advantages import (
     token_advantages,
 )
 from nemo_offload_rl.algorithms.agreement import without_disagreement
-from nemo_offload_rl.algorithms.async_grpo import RolloutsAhead
+from nemo_offload_rl.algorithms.async_grpo import RolloutsAhead, with_lookahead
 from nemo_offload_rl.algorithms.checkpoints import Checkpoint
 from nemo_offload_rl.algorithms.dynamic_sampling import SampledGroups, sample_until_full
 from nemo_offload_rl.algorithms.losses import ClippedPGLoss
@@ -37,7 +37,6 @@ from nemo_offload_rl.algorithms.rollout_loop import RolloutLoop
 from nemo_offload_rl.algorithms.rollout_parts import RolloutParts
 from nemo_offload_rl.algorithms.user_code import GrpoCode
 from nemo_offload_rl.data.batch import SampledBatch
-from nemo_offload_rl.data.loader import LookaheadLoader
 from nemo_offload_rl.errors import DataError
 from nemo_offload_rl.experience.types import RolloutBatch
 from nemo_offload_rl.keys.generation import GenerationConfig
@@ -70,7 +69,7 @@ class GrpoTrainer:
         if self._code.rollout_stop is not None:
             parts = replace(parts, turns=replace(parts.turns, stopped=self._code.stopped))
         if settings.is_async:
-            parts = replace(parts, loader=LookaheadLoader(parts.loader))
+            parts = with_lookahead(parts)
         self._settings = settings
         self._parts = parts
         self._logger = parts.logger

@@ -48,6 +48,7 @@ def grpo_names(
     masks_by_error: bool,
     filters: bool = False,
     collects_ahead: bool = False,
+    takes_finished: bool = False,
     positive_examples: bool = False,
     stops: bool = False,
     agents: bool = False,
@@ -63,6 +64,7 @@ def grpo_names(
         masks_by_error: `grpo.seq_logprob_error_threshold` is set.
         filters: `grpo.rollout_filter.target` is set.
         collects_ahead: The key `grpo.async_grpo.enabled`.
+        takes_finished: `grpo.async_grpo.order` is finished.
         agents: Engines serve agents.
         stops: `grpo.rollout_stop.target` is set.
         positive_examples: `loss_fn.positive_example_nll_weight` is set.
@@ -86,6 +88,7 @@ def grpo_names(
             *(_TRUNCATION if truncates else ()),
             *(_DYNAMIC_SAMPLING if dynamic_sampling else ()),
             *(("avg_trajectory_age", "buffer_size") if collects_ahead else ()),
+            *(("trained_length_mean", "sampled_length_mean") if takes_finished else ()),
             "reward_mean/<data set>",
             "accuracy/<data set>",
             "reward_part/<part>",

@@ -16,7 +16,7 @@ from nemo_offload_rl.algorithms.metrics import overlong_metrics, residency_metri
 from nemo_offload_rl.algorithms.rollout_engine import RolloutEngine
 from nemo_offload_rl.algorithms.rollout_log import sample_lines
 from nemo_offload_rl.algorithms.rollout_parts import RolloutParts
-from nemo_offload_rl.algorithms.rollout_sampler import RolloutSampler
+from nemo_offload_rl.algorithms.rollout_sampler import RolloutSampler, ServingEngine
 from nemo_offload_rl.algorithms.run_end import RunEnd
 from nemo_offload_rl.data.records import Prompt
 from nemo_offload_rl.errors import AgreementError, DataError
@@ -150,23 +150,34 @@ class RolloutLoop:
     # -- a step
 
     def draw(
-        self,
-        step: int,
-        draw: int,
-        prompts: Sequence[Prompt],
-        generated: Callable[[], object] | None = None,
-        sampler: RolloutSampler | None = None,
+        self, step: int, draw: int, prompts: Sequence[Prompt], generated: Callable[[], object] | None = None
     ) -> RolloutBatch:
-        """Draw the rollouts of a step's generation batch number `draw`; other threads pass their own `sampler`.
+        """Draw the rollouts of a step's generation batch number `draw`.
 
         `generated` is called after the last generation, before its scoring.
 
         Raises:
-            DataError: The rollouts have nothing to train on.
+            DataError: As in `check_useful`.
         """
+        size, sampling, call = self._settings.num_generations_per_prompt, self._generation.sampling, f"{step}:{draw}"
+        batch = self.sampler.draw(prompts, size, sampling, call, "generation", generated, trained_steps=step - 1)
+        self.check_useful(step, batch)
+        return batch
+
+    def draw_ahead(
+        self, batch: int, first: int, prompts: Sequence[Prompt], engine: ServingEngine, timer: PhaseTimer
+    ) -> RolloutBatch:
+        """Draw rollouts of prompts of a batch, from number `first` on, as `draw` would; runs in another thread."""
         size, sampling = self._settings.num_generations_per_prompt, self._generation.sampling
-        sampler = sampler or self.sampler
-        batch = sampler.draw(prompts, size, sampling, f"{step}:{draw}", "generation", generated, trained_steps=step - 1)
+        sampler = self.sampler.for_thread(engine, timer)
+        return sampler.draw(prompts, size, sampling, f"{batch}:0", "generation", trained_steps=batch - 1, first=first)
+
+    def check_useful(self, step: int, batch: RolloutBatch) -> None:
+        """Check the rollouts of a step.
+
+        Raises:
+            DataError: They have nothing to train on.
+        """
         if not (batch.scored() if self._trains_on_rewards else batch.response_lengths()).any():
             lacking = "a score" if self._trains_on_rewards else "a token of the policy"
             reasons = [rollout.unscored for rollout in batch.rollouts if rollout.unscored is not None]
@@ -174,7 +185,6 @@ class RolloutLoop:
             raise DataError(
                 f"step {step}: not one of {len(batch)} rollouts has {lacking}, so there is nothing to train on{why}"
             )
-        return batch
 
     def rows_of_updates(self, rollouts: RolloutBatch) -> list[Tensor] | None:
         """Group the rows of `rollouts.collate` by update, equally many rollouts each; None if a rollout is one row."""

@@ -14,7 +14,7 @@ from nemo_offload_rl.errors import UserError
 from nemo_offload_rl.experience.agent_rollouts import Endpoint
 from nemo_offload_rl.experience.rollouts import Decode, Turns
 from nemo_offload_rl.policy.policy import Policy
-from nemo_offload_rl.protocols.engine import GenerationEngine, PausingEngine
+from nemo_offload_rl.protocols.engine import EngineGroup, PausingEngine
 from nemo_offload_rl.utils.flops import ModelSpeed
 from nemo_offload_rl.utils.logger import RunLogger
 from nemo_offload_rl.utils.memory_sampler import MemorySampler
@@ -40,7 +40,7 @@ class RolloutParts:
     """
 
     policy: Policy
-    engine: GenerationEngine
+    engine: EngineGroup
     restart_engine: Callable[[UserError], Mapping[int, str]]
     environments: Mapping[str, Environment | AgentEnvironment]
     loader: BatchLoader[Prompt]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -16,7 +15,7 @@ from nemo_offload_rl.experience.agent_rollouts import agent_rollouts
 from nemo_offload_rl.experience.rollouts import Rollouts
 from nemo_offload_rl.experience.types import RolloutBatch
 from nemo_offload_rl.keys.generation import SamplingSettings
-from nemo_offload_rl.protocols.engine import Completion, GenerationEngine
+from nemo_offload_rl.protocols.engine import Completion, Generates
 from nemo_offload_rl.utils.timer import PhaseTimer
 
 
@@ -38,12 +37,12 @@ class AwakeEngine:
     """Serves an engine that is already awake with the right weights; the caller restarts an engine that dies.
 
     Args:
-        engine: All engines.
+        engine: All engines, or one of them.
         timer: Gets the phases.
         is_the_same: Tells whether the engine has not been restarted since.
     """
 
-    def __init__(self, engine: GenerationEngine, timer: PhaseTimer, is_the_same: Callable[[], bool]) -> None:
+    def __init__(self, engine: Generates, timer: PhaseTimer, is_the_same: Callable[[], bool]) -> None:
         self._engine = engine
         self._timer = timer
         self._is_the_same = is_the_same
@@ -78,26 +77,17 @@ class RolloutSampler:
         engine: Generates the responses.
         timer: Gets the phase `reward`.
         seed: The run's seed.
-        scoring: Lock held while an environment works, so that only one thread uses the environments.
     """
 
-    def __init__(
-        self,
-        parts: RolloutParts,
-        engine: ServingEngine,
-        timer: PhaseTimer,
-        seed: int,
-        scoring: threading.Lock | None = None,
-    ) -> None:
+    def __init__(self, parts: RolloutParts, engine: ServingEngine, timer: PhaseTimer, seed: int) -> None:
         self._parts = parts
         self._engine = engine
         self._timer = timer
         self._seed = seed
-        self._scoring = scoring or threading.Lock()
 
     def for_thread(self, engine: ServingEngine, timer: PhaseTimer) -> RolloutSampler:
         """Return a sampler for another thread, with the same environments."""
-        return RolloutSampler(self._parts, engine, timer, self._seed, self._scoring)
+        return RolloutSampler(self._parts, engine, timer, self._seed)
 
     def draw(
         self,
@@ -109,22 +99,28 @@ class RolloutSampler:
         generated: Callable[[], object] | None = None,
         *,
         trained_steps: int = 0,
+        first: int = 0,
     ) -> RolloutBatch:
         """Draw rollouts, seeded by `call`; their time counts as `phase` and `reward`.
 
         `generated` is called after the last generation, before its scoring. It is not called if the last turn is not
-        known in advance. Agents' rollouts are drawn first. `trained_steps` is for environments, see `Response`.
+        known in advance. Agents' rollouts are drawn first. `trained_steps` is for environments, see `Response`. The
+        seeds are those of the prompts from number `first` on, of a call with more prompts.
         """
-        parts = self._parts
+        parts, skipped = self._parts, first * group_size
         agents = {name: each for name, each in parts.environments.items() if isinstance(each, AgentEnvironment)}
         driven = [prompt.env_name in agents for prompt in prompts]
         if any(driven):
             others = [prompt for prompt, is_driven in zip(prompts, driven, strict=True) if not is_driven]
             own = [prompt for prompt, is_driven in zip(prompts, driven, strict=True) if is_driven]
-            batch = self._agent_rollouts(own, agents, group_size, self._seeded(sampling, f"{call}:agents"), phase)
+            batch = self._agent_rollouts(
+                own, agents, group_size, self._seeded(sampling, f"{call}:agents", skipped), phase
+            )
             if not others:
                 return batch
-            rest = self.draw(others, group_size, sampling, call, phase, generated, trained_steps=trained_steps)
+            rest = self.draw(
+                others, group_size, sampling, call, phase, generated, trained_steps=trained_steps, first=first
+            )
             return RolloutBatch.interleave(batch, rest, driven)
         rollouts = Rollouts(
             prompts,
@@ -140,11 +136,11 @@ class RolloutSampler:
         while rollouts.under_way:
             token_ids, num_samples = rollouts.prompts()
             turn = f":turn {rollouts.num_turns}" if rollouts.num_turns else ""
-            seeded = self._seeded(sampling, call + turn)
+            seeded = self._seeded(sampling, call + turn, skipped)
             completions = self._engine.generate(token_ids, seeded, num_samples, phase=phase)
             if generated is not None and rollouts.in_last_turn:
                 generated()
-            with self._timer.phase("reward"), self._scoring:
+            with self._timer.phase("reward"):
                 rollouts.step(completions)
         return rollouts.batch()
 
@@ -163,21 +159,20 @@ class RolloutSampler:
         asked = {prompt.env_name for prompt in prompts}
 
         def ask() -> RolloutBatch:
-            with self._scoring:
-                return agent_rollouts(
-                    prompts,
-                    group_size=group_size,
-                    environments={name: agent for name, agent in agents.items() if name in asked},
-                    endpoint=endpoint.engine,
-                    sampling=sampling,
-                    decode=parts.decode,
-                    model=endpoint.model,
-                    api_key=endpoint.api_key,
-                )
+            return agent_rollouts(
+                prompts,
+                group_size=group_size,
+                environments={name: agent for name, agent in agents.items() if name in asked},
+                endpoint=endpoint.engine,
+                sampling=sampling,
+                decode=parts.decode,
+                model=endpoint.model,
+                api_key=endpoint.api_key,
+            )
 
         return self._engine.serve(ask, phase=phase)
 
-    def _seeded(self, sampling: SamplingSettings, call: str) -> SamplingSettings:
+    def _seeded(self, sampling: SamplingSettings, call: str, skipped: int) -> SamplingSettings:
         """Derive a call's seed from the run's seed and the call's name alone, so that a resumed run draws the same."""
         digest = hashlib.blake2b(f"{self._seed}:{call}".encode(), digest_size=8).digest()
-        return replace(sampling, seed=int.from_bytes(digest, "big") >> 1)
+        return replace(sampling, seed=(int.from_bytes(digest, "big") >> 1) + skipped)

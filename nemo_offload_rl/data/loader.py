@@ -10,7 +10,8 @@ from __future__ import annotations
 import random
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NotRequired, Protocol, TypedDict
 
 from nemo_offload_rl.data.records import Part
@@ -29,6 +30,11 @@ class LoaderState(TypedDict):
     shuffle: NotRequired[bool]
     parts: NotRequired[list[list[float]]]  # of a mixture: rows and weight of each data set
     digest: NotRequired[str]
+    again: NotRequired[list[list[int]]]  # epoch and place in its order of items that come before all others
+
+
+type Place = tuple[int, int]
+"""Epoch of an item, and its place in the order of that epoch."""
 
 
 class BatchLoader[T](Protocol):
@@ -36,6 +42,10 @@ class BatchLoader[T](Protocol):
 
     def __iter__(self) -> Iterator[list[T]]:
         """The batches that are left."""
+        ...
+
+    def draw(self) -> dict[Place, T]:
+        """Return the next batch with the place of each item; raise `StopIteration` if none is left."""
         ...
 
     @property
@@ -95,21 +105,33 @@ class ShuffledLoader[T]:
         self._digest = digest
         self._epoch = 0
         self._position = 0
-        self._order = self._epoch_order()
+        self._order = self._epoch_order(0)
+        self._again: dict[Place, int] = {}  # rows that come before all others
 
     def __iter__(self) -> Iterator[list[T]]:
         return self
 
     def __next__(self) -> list[T]:
+        return list(self.draw().values())
+
+    def draw(self) -> dict[Place, T]:
+        """See `BatchLoader`."""
         if self.num_batches_left == 0:
             raise StopIteration
+        if len(self._again) < self._batch_size:
+            self._again |= self._next_rows()
+        places = list(self._again)[: self._batch_size]
+        return {place: self._items[self._again.pop(place)] for place in places}
+
+    def _next_rows(self) -> dict[Place, int]:
+        """Go on by a batch in the epoch's order."""
         if self._position + self._batch_size > len(self._items):
             self._epoch += 1
             self._position = 0
-            self._order = self._epoch_order()
-        rows = self._order[self._position : self._position + self._batch_size]
+            self._order = self._epoch_order(self._epoch)
+        places = range(self._position, self._position + self._batch_size)
         self._position += self._batch_size
-        return [self._items[row] for row in rows]
+        return {(self._epoch, place): self._order[place] for place in places}
 
     @property
     def num_batches_left(self) -> int:
@@ -118,11 +140,12 @@ class ShuffledLoader[T]:
             return sys.maxsize
         in_this_epoch = (len(self._items) - self._position) // self._batch_size
         per_epoch = len(self._items) // self._batch_size
-        return max(0, in_this_epoch + (self._num_epochs - self._epoch - 1) * per_epoch)
+        in_order = max(0, in_this_epoch + (self._num_epochs - self._epoch - 1) * per_epoch)
+        return in_order + len(self._again) // self._batch_size
 
     def state_dict(self) -> LoaderState:
         """See `BatchLoader`."""
-        return LoaderState(
+        state = LoaderState(
             epoch=self._epoch,
             position=self._position,
             seed=self._seed,
@@ -131,6 +154,7 @@ class ShuffledLoader[T]:
             parts=[[part.num_items, part.weight] for part in self._parts],
             digest=self._digest,
         )
+        return _with_again(state, self._again)
 
     def load_state_dict(self, state: LoaderState) -> None:
         """Go on where `state` was taken; the batch size and the weights of a mixture may differ.
@@ -159,19 +183,22 @@ class ShuffledLoader[T]:
             )
         self._epoch = state["epoch"]
         self._position = state["position"]
-        self._order = self._epoch_order()
+        self._order = self._epoch_order(self._epoch)
+        again = state.get("again", ())
+        orders = {epoch: self._epoch_order(epoch) for epoch in {epoch for epoch, _ in again}}
+        self._again = {(epoch, place): orders[epoch][place] for epoch, place in again}
 
-    def _epoch_order(self) -> list[int]:
+    def _epoch_order(self, epoch: int) -> list[int]:
         if self._parts:
-            return mixture_order(self._parts, epoch=self._epoch, shuffle=self._shuffle, seed=self._seed)
+            return mixture_order(self._parts, epoch=epoch, shuffle=self._shuffle, seed=self._seed)
         order = list(range(len(self._items)))
         if self._shuffle:
-            random.Random(f"{self._seed}:{self._epoch}").shuffle(order)
+            random.Random(f"{self._seed}:{epoch}").shuffle(order)
         return order
 
 
 class LookaheadLoader[T]:
-    """Batches that are drawn before they are used; it stands at the oldest batch that is not used.
+    """Batches that are drawn before their items are used; in its state, drawn items that are not used come again.
 
     Args:
         loader: Gives out the batches; nobody else draws from it.
@@ -179,27 +206,36 @@ class LookaheadLoader[T]:
 
     def __init__(self, loader: BatchLoader[T]) -> None:
         self._loader = loader
-        self._began: deque[LoaderState] = deque()  # where each batch begins that is drawn and not used
+        self._drawn: deque[_Drawn] = deque()  # batches from the oldest that has unused items
 
     def __iter__(self) -> Iterator[list[T]]:
         return self
 
     def __next__(self) -> list[T]:
-        """Draw one more."""
-        began = self._loader.state_dict()
-        batch = next(iter(self._loader))
-        self._began.append(began)
+        return list(self.draw().values())
+
+    def draw(self) -> dict[Place, T]:
+        """See `BatchLoader`."""
+        before = self._loader.state_dict()
+        batch = self._loader.draw()
+        self._drawn.append(_Drawn(before, len(batch), dict.fromkeys(batch)))
         return batch
 
-    def use(self) -> None:
-        """Note that the oldest drawn batch is used."""
-        self._began.popleft()
+    def use(self, places: Iterable[Place]) -> None:
+        """Note that items of these places are used."""
+        for place in places:
+            (drawn,) = [drawn for drawn in self._drawn if place in drawn.unused]
+            del drawn.unused[place]
+        while self._drawn and not self._drawn[0].unused:
+            self._drawn.popleft()
 
     @property
     def num_batches_left(self) -> int:
         """Batches that are not used yet; see `BatchLoader`."""
         left = self._loader.num_batches_left
-        return left if left == sys.maxsize else left + len(self._began)
+        if left == sys.maxsize or not self._drawn:
+            return left
+        return left + sum(len(drawn.unused) for drawn in self._drawn) // self._drawn[0].size
 
     @property
     def num_batches_to_draw(self) -> int:
@@ -207,13 +243,36 @@ class LookaheadLoader[T]:
         return self._loader.num_batches_left
 
     def state_dict(self) -> LoaderState:
-        """See `BatchLoader`: a drawn batch that is not used comes again after a resume."""
-        return self._began[0] if self._began else self._loader.state_dict()
+        """See `BatchLoader`."""
+        if not self._drawn:
+            return self._loader.state_dict()
+        if all(len(drawn.unused) == drawn.size for drawn in self._drawn):
+            return self._drawn[0].before
+        state = self._loader.state_dict()
+        left = [(epoch, place) for epoch, place in state.get("again", ())]
+        return _with_again(state, [*(place for drawn in self._drawn for place in drawn.unused), *left])
 
     def load_state_dict(self, state: LoaderState) -> None:
         """See `BatchLoader`; drawn batches are forgotten."""
         self._loader.load_state_dict(state)
-        self._began.clear()
+        self._drawn.clear()
+
+
+@dataclass
+class _Drawn:
+    """A drawn batch: the loader's state before it, its size, and the places of its unused items."""
+
+    before: LoaderState
+    size: int
+    unused: dict[Place, None]
+
+
+def _with_again(state: LoaderState, places: Iterable[Place]) -> LoaderState:
+    """Return `state` with these places before all others; without any, no key is added."""
+    again = [[epoch, place] for epoch, place in places]
+    if again:
+        state["again"] = again
+    return state
 
 
 def mixture_order(parts: Sequence[Part], *, epoch: int, shuffle: bool, seed: int) -> list[int]:

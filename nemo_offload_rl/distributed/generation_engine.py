@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 import uuid
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster
 from nemo_offload_rl.distributed.worker_group import RayWorkerGroup, WorkerSpec
@@ -22,6 +24,7 @@ from nemo_offload_rl.protocols.engine import Completion, Finished
 from nemo_offload_rl.protocols.refit import RefitGroupAddress, WeightBucket
 
 _MAX_REQUESTS_IN_FLIGHT = 256
+_KEPT_FREE = 64  # of them, for other calls than generation
 _WAIT_S = 2.0
 _CALLS_AHEAD = 2
 
@@ -60,6 +63,7 @@ class RayGenerationEngine:
         self._group = RayWorkerGroup(cluster, spec)
         self._tp_size = tp_size
         self._turn = itertools.cycle(range(num_engines))
+        self._loads = EngineLoads(num_engines)
 
     @property
     def group(self) -> RayWorkerGroup:
@@ -85,6 +89,17 @@ class RayGenerationEngine:
             seed = None if sampling.seed is None else sampling.seed + start * num_samples
             shares.append((list(prompts[start:end]), replace(sampling, seed=seed), num_samples))
         return [completions for share in self._group.run_each(VllmEngine.generate, shares) for completions in share]
+
+    @property
+    def most_callers(self) -> int:
+        """See `EngineGroup`."""
+        return (_MAX_REQUESTS_IN_FLIGHT - _KEPT_FREE) * self._group.world_size
+
+    @contextmanager
+    def reserve(self) -> Iterator[OneEngine]:
+        """See `EngineGroup`."""
+        with self._loads.least() as number:
+            yield OneEngine(self._group, number)
 
     def generate_as_finished(
         self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sequence[SamplingSettings]]
@@ -200,6 +215,40 @@ class RayGenerationEngine:
     def shutdown(self) -> None:
         """See `GenerationEngine`."""
         self._group.shutdown()
+
+
+@dataclass(frozen=True)
+class OneEngine:
+    """One engine of a group."""
+
+    group: RayWorkerGroup
+    number: int
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingSettings, num_samples: int = 1
+    ) -> list[list[Completion]]:
+        """See `GenerationEngine`."""
+        return self.group.run_on(self.number, VllmEngine.generate, prompts, sampling, num_samples)
+
+
+class EngineLoads:
+    """Counts the callers of each engine; several threads may use it."""
+
+    def __init__(self, num_engines: int) -> None:
+        self._lock = threading.Lock()
+        self._counts = [0] * num_engines
+
+    @contextmanager
+    def least(self) -> Iterator[int]:
+        """Count the caller at the engine that has the fewest, until the context ends; yields the engine's number."""
+        with self._lock:
+            number = self._counts.index(min(self._counts))
+            self._counts[number] += 1
+        try:
+            yield number
+        finally:
+            with self._lock:
+                self._counts[number] -= 1
 
 
 def _of_engine(settings: VllmSettings, number: int) -> VllmSettings:

@@ -43,6 +43,9 @@ class LocalWorkerGroup:
     def run_all[**P, R](self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         return [getattr(self._worker, method.__name__)(*args, **kwargs)]
 
+    def run_on[**P, R](self, rank: int, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        return getattr(self._worker, method.__name__)(*args, **kwargs)
+
     def run_each[*Args, R](self, method: Callable[[Any, *Args], R], per_rank_args: Sequence[tuple[*Args]]) -> list[R]:
         (args,) = per_rank_args
         return [getattr(self._worker, method.__name__)(*args)]

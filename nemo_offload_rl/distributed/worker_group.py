@@ -76,10 +76,11 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class PendingCall:
-    """A call that may still run."""
+    """A call of neighbouring ranks that may still run."""
 
     method: str
     refs: tuple[Any, ...]
+    first_rank: int = 0
 
 
 class RayWorkerGroup:
@@ -185,6 +186,13 @@ class RayWorkerGroup:
         ]
         return self._results(PendingCall(name, tuple(refs)))
 
+    def run_on[**P, R](self, rank: int, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call `method` on one rank; errors are those of a call of all ranks."""
+        actors = self._actors  # another thread may shut the workers down
+        self.wait_until_ready()
+        ref = actors[rank].call.remote(method.__name__, (args, kwargs))
+        return self._results(PendingCall(method.__name__, (ref,), rank))[0]
+
     async def run_one[**P, R](self, rank: int, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call `method` on one rank without blocking the event loop."""
         self.wait_until_ready()
@@ -212,7 +220,7 @@ class RayWorkerGroup:
 
     def _results(self, call: PendingCall) -> list[Any]:
         """Wait for a call, and log the warnings of the workers."""
-        return self._values(dict(enumerate(self._collect(call))))
+        return self._values(dict(enumerate(self._collect(call), call.first_rank)))
 
     def settle(self, timeout_s: float) -> bool:
         """See `WorkerGroup`; also False if a worker has died."""
@@ -280,7 +288,7 @@ class RayWorkerGroup:
         return results
 
     def _gather(self, call: PendingCall) -> list[Any]:
-        rank_of = {ref: rank for rank, ref in enumerate(call.refs)}
+        rank_of = {ref: rank for rank, ref in enumerate(call.refs, call.first_rank)}
         results: dict[int, Any] = {}
         errors: list[BaseException] = []
         waiting = list(call.refs)
@@ -312,7 +320,7 @@ class RayWorkerGroup:
             self._raised.append(explanation)
             raise explanation
         watch.answered()
-        return [results[rank] for rank in range(len(call.refs))]
+        return [results[rank] for rank in rank_of.values()]
 
     def _show_last_words(self, rank: int) -> None:
         """Log the end of a dead worker's standard error, which names the reason of a crash in native code."""

@@ -104,6 +104,11 @@ class CustomEnvironment:
         limit_s = timeout_s if steps.num_at_once == 1 else timeout_s + _ASYNC_SLACK_S
         self._pool = GradingPool(steps, num_workers=num_workers, timeout_s=limit_s, warm_up=([],), waits=True)
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether several threads may call `step` at the same time."""
+        return self._pool is not None
+
     def step(self, responses: Sequence[Response]) -> Sequence[Score | Observation | Unscored]:
         """See `Environment`.
 

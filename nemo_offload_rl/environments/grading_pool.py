@@ -2,7 +2,7 @@
 
 1. A worker starts, does the warm-up job (imports, mostly), and reports that it is ready.
 2. The pool hands each idle worker one job and notes the deadline.
-3. A worker that answers gets the next job.
+3. A worker that answers gets the next job. Several threads may have jobs done; each gets workers as they become idle.
 4. A worker past its deadline, or dead, is killed and replaced; its job's outcome is `TimedOut` or `Failed`.
 
 Each worker has a keeper, the process that forked it. Processes that a worker starts become the keeper's children when
@@ -35,6 +35,7 @@ from nemo_offload_rl.environments.sandboxed_process import die_with_parent
 from nemo_offload_rl.errors import UserCodeError, UserError, WorkerDiedError
 from nemo_offload_rl.targets import UserCode
 
+_LOOK_S = 0.05
 _KEEPER_S = 30.0  # for a keeper to kill all processes of its worker, on a busy machine
 _START_TIMEOUT_S = 120.0  # interpreter, imports and warm-up, on a busy machine
 _START = (
@@ -111,6 +112,10 @@ class GradingPool:
     ) -> None:
         self._timeout_s = timeout_s
         self._task = pickle.dumps((grade, warm_up))
+        self._changed = threading.Condition()  # guards these three
+        self._idle = set(range(num_workers))
+        self._num_waiting = 0  # threads that have jobs and no worker
+        self._is_closed = False
         self._workers = [self._start_worker() for _ in range(num_workers)]
         if waits:
             try:
@@ -129,15 +134,41 @@ class GradingPool:
         """
         outcomes: list[Any] = [None] * len(jobs)
         waiting = list(range(len(jobs)))[::-1]
-        while waiting or any(worker.job is not None for worker in self._workers):
-            for index, worker in enumerate(self._workers):
-                if worker.job is None and waiting:
-                    self._workers[index] = self._hand_out(worker, waiting.pop(), jobs)
-            self._collect(outcomes)
+        busy: set[int] = set()  # workers that do jobs of this call
+        try:
+            while waiting or busy:
+                while waiting and (index := self._claim(waits=not busy)) is not None:
+                    busy.add(index)
+                    self._workers[index] = self._hand_out(self._workers[index], waiting.pop(), jobs)
+                self._release(self._collect(outcomes, busy, may_get_more=bool(waiting)))
+        finally:
+            if busy and not self._is_closed:  # after an error: their answers are not wanted any more
+                for index in busy:
+                    self._replace(index)
+                self._release(busy)
         return outcomes
+
+    def _claim(self, *, waits: bool) -> int | None:
+        """Take an idle worker; None if there is none, or if other threads wait and this one does not."""
+        with self._changed:
+            if waits and not self._idle:
+                self._num_waiting += 1
+                self._changed.wait_for(lambda: self._idle or self._is_closed)
+                self._num_waiting -= 1
+            if self._is_closed:
+                raise RuntimeError("the grading processes were ended")
+            return self._idle.pop() if self._idle and (waits or not self._num_waiting) else None
+
+    def _release(self, workers: set[int]) -> None:
+        with self._changed:
+            self._idle |= workers
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Kill the workers and all that they have started; safe to call twice."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
         for worker in self._workers:
             _let_go(worker)
         for worker in self._workers:
@@ -174,23 +205,36 @@ class GradingPool:
         worker.is_ready = True
         worker.helpers = frozenset(_descendants(worker.process.pid))
 
-    def _collect(self, outcomes: list[Any]) -> None:
-        """Wait for the first answer, death or deadline, and take every answer that is there."""
-        busy = {worker.pipe: index for index, worker in enumerate(self._workers) if worker.job is not None}
-        first_deadline = min(self._workers[index].deadline for index in busy.values())
-        ready = wait(list(busy), timeout=max(0.0, first_deadline - time.monotonic()))
+    def _collect(self, outcomes: list[Any], busy: set[int], *, may_get_more: bool) -> set[int]:
+        """Wait for the first answer, death or deadline of the busy workers, and take every answer that is there.
+
+        With `may_get_more`, workers of other threads may become idle meanwhile, so the wait is short.
+
+        Returns:
+            The workers that have ended their jobs, which are removed from `busy`.
+        """
+        pipes = {self._workers[index].pipe: index for index in busy}
+        left_s = min(self._workers[index].deadline for index in busy) - time.monotonic()
+        if may_get_more and len(busy) < len(self._workers):
+            left_s = min(left_s, _LOOK_S)
+        ready = wait(list(pipes), timeout=max(0.0, left_s))
         now = time.monotonic()
-        for pipe, index in busy.items():
+        ended: set[int] = set()
+        for pipe, index in pipes.items():
             worker = self._workers[index]
             assert worker.job is not None
             if pipe in ready:
                 outcome = outcomes[worker.job] = self._receive(worker)
                 worker.job = None
+                ended.add(index)
                 if _has_timed_out(outcome) and not worker.helpers.issuperset(_descendants(worker.process.pid)):
                     self._replace(index)  # an awaited call that timed out has left a process
             elif now >= worker.deadline:
                 outcomes[worker.job] = TimedOut()
+                ended.add(index)
                 self._replace(index)
+        busy -= ended
+        return ended
 
     def _receive(self, worker: _Worker) -> Any:
         try:

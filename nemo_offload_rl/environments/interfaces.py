@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -107,6 +108,25 @@ class Environment(Protocol):
     def close(self) -> None:
         """End worker processes; safe to call twice."""
         ...
+
+
+class OneAtATime:
+    """An environment that several threads may call; it works for one of them at a time."""
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+        self._lock = threading.Lock()
+        self.close = environment.close
+
+    def step(self, responses: Sequence[Response]) -> Sequence[Score | Observation | Unscored]:
+        """See `Environment`."""
+        with self._lock:
+            return self._environment.step(responses)
+
+
+def for_threads(environment: Environment) -> Environment:
+    """Return the environment for calls by several threads: itself, if it says `overlaps`."""
+    return environment if getattr(environment, "overlaps", False) else OneAtATime(environment)
 
 
 class ReferenceChecker(Protocol):

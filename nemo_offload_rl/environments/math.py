@@ -144,6 +144,11 @@ class MathEnvironment:
             warm_up = (self._verify, "1", "1")
             self._pool = GradingPool(_called, num_workers=num_workers, timeout_s=timeout_s, warm_up=warm_up)
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether several threads may call `step` at the same time."""
+        return self._pool is not None
+
     def step(self, responses: Sequence[Response]) -> Sequence[Score | Observation | Unscored]:
         """See `Environment`.
 
@@ -200,6 +205,7 @@ class ArithmeticEnvironment:
     """
 
     compares_text = True
+    overlaps = True
 
     def step(self, responses: Sequence[Response]) -> list[Score]:
         """See `Environment`."""
@@ -229,6 +235,7 @@ class RetryEnvironment:
 
     def __init__(self, environment: Environment, message: str) -> None:
         self.environment = environment
+        self.overlaps: bool = getattr(environment, "overlaps", False)
         self._message = message
 
     def step(self, responses: Sequence[Response]) -> Sequence[Score | Observation | Unscored]:

@@ -156,6 +156,15 @@ class AsyncGrpoConfig:
             ge=0,
         ),
     ] = 1
+    order: Annotated[
+        Literal["data", "finished"],
+        doc(
+            "Which rollouts a step trains on: data: those of the next prompts in the order of the data. finished: the "
+            "oldest groups that have finished, and those that would be too old for later steps, which are waited for. "
+            "finished keeps engines busy while long responses are in progress, and requires "
+            "`in_flight_weight_updates`."
+        ),
+    ] = "data"
     in_flight_weight_updates: Annotated[
         bool,
         doc(

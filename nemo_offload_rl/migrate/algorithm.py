@@ -228,10 +228,12 @@ def _single_controller(draft: Draft) -> None:
     if not draft.has(_SINGLE):
         return
     key, sampler = f"{_SINGLE}.sampler", draft.section(f"{_SINGLE}.sampler")
-    if sampler.get("name", "in_order") != "in_order":
-        draft.missing(key, f"rollouts taken as they come ({sampler['name']})")
+    kind = sampler.get("name", "in_order")
+    bounds = {"in_order": "max_lookahead_versions", "windowed": "max_staleness_versions"}
+    if kind not in bounds:
+        draft.missing(key, f"rollouts taken as they come, of any age ({kind})")
         return
-    ahead = sampler.get("max_lookahead_versions", 1)
+    ahead = sampler.get(bounds[kind], 1)
     if ahead == 0:
         draft.ignore(_SINGLE, "without lookahead a step trains on rollouts of its own weights, as every step does here")
         return
@@ -250,6 +252,7 @@ def _single_controller(draft: Draft) -> None:
     ours = {
         "enabled": True,
         "max_trajectory_age_steps": ahead,
+        **({"order": "finished"} if kind == "windowed" else {}),
         "in_flight_weight_updates": True,
         "recompute_kv_cache_after_weight_updates": draft.get(f"{_SINGLE}.{_NAMES[2]}", False),
     }
@@ -258,7 +261,8 @@ def _single_controller(draft: Draft) -> None:
     for name in draft.section(_SINGLE):
         path = f"{_SINGLE}.{name}"
         if name == "sampler":
-            draft.ignore(path, f"becomes {_THEIRS} with max_trajectory_age_steps={ahead}")
+            late = "" if kind == "in_order" else "; groups at the bound are waited for, not dropped"
+            draft.ignore(path, f"becomes {_THEIRS} with max_trajectory_age_steps={ahead}{late}")
         elif name == _NAMES[2]:
             draft.ignore(path, f"becomes {_THEIRS}.{name}")
         elif name == "rollout_failure":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -63,6 +64,29 @@ class GenerationEngine(Traced, Protocol):
 
     def shutdown(self) -> None:
         """End the engine; safe to call twice."""
+        ...
+
+
+class Generates(Protocol):
+    """Generates responses: all engines, or one of them."""
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingSettings, num_samples: int = 1
+    ) -> list[list[Completion]]:
+        """See `GenerationEngine`."""
+        ...
+
+
+class EngineGroup(GenerationEngine, Protocol):
+    """All engines of a run together."""
+
+    @property
+    def most_callers(self) -> int:
+        """Number of threads that may call `generate` at a time, while other calls are still answered."""
+        ...
+
+    def reserve(self) -> AbstractContextManager[Generates]:
+        """Return the context of a caller that uses one engine: the one with the fewest such callers now."""
         ...
 
 

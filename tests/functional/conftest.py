@@ -140,23 +140,24 @@ class RunningGrpo:
             pytest.fail(f"the run ended early: {self.script.stderr.read_text()}")
         self._look()
 
-    def engine(self) -> psutil.Process:
-        """The one engine's process."""
-        return self._worker(is_engine=True)
+    def engine(self, of: int = 1) -> psutil.Process:
+        """The process of one of `of` engines."""
+        return self._worker(is_engine=True, of=of)
 
     def policy(self) -> psutil.Process:
         """The one policy worker's process."""
         return self._worker(is_engine=False)
 
-    def _worker(self, is_engine: bool) -> psutil.Process:
+    def _worker(self, is_engine: bool, of: int = 1) -> psutil.Process:
         self._look()
-        (found,) = [
+        found = [
             worker
             for worker in ray_workers() - self.before
             # In the environment of engines alone.
             if ("VLLM_ENABLE_V1_MULTIPROCESSING" in forked_workers.environment_of(worker)) == is_engine
         ]
-        return found
+        assert len(found) == of
+        return found[0]
 
     def kill_engine_in_generation(self) -> psutil.Process:
         """Kill the engine in a call that computes: waking up and loading weights take little time."""

@@ -30,7 +30,7 @@ LIMITS = {
     "imports upward": 0,
     "circles of modules": 0,
     "modules": 313,
-    "lines": 57511,
+    "lines": 57880,
     "modules under 60 lines with one importer": 0,
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,10 +75,24 @@ class HuggingFaceEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingSettings, num_samples: int = 1
     ) -> list[list[Completion]]:
-        draws = torch.Generator().manual_seed((sampling.seed or 0) % 2**63)
-        groups = [[self._complete(prompt, sampling, draws) for _ in range(num_samples)] for prompt in prompts]
+        groups = [
+            [
+                self._complete(prompt, sampling, self._draws(sampling, place * num_samples + number))
+                for number in range(num_samples)
+            ]
+            for place, prompt in enumerate(prompts)
+        ]
         self.calls.append((prompts, groups))
         return groups
+
+    @staticmethod
+    def _draws(sampling: SamplingSettings, number: int) -> torch.Generator:
+        return torch.Generator().manual_seed(((sampling.seed or 0) + number) % 2**63)
+
+    most_callers = 3
+
+    def reserve(self) -> contextlib.AbstractContextManager[HuggingFaceEngine]:
+        return contextlib.nullcontext(self)
 
     @torch.no_grad()
     def _complete(self, prompt: Sequence[int], sampling: SamplingSettings, draws: torch.Generator) -> Completion:
@@ -121,6 +136,26 @@ class HuggingFaceEngine:
 
     def shutdown(self) -> None:
         self._receiver.close()
+
+
+class PausableEngine(HuggingFaceEngine):
+    """Takes new weights between two calls, which are of one group each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._running = threading.Lock()
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingSettings, num_samples: int = 1
+    ) -> list[list[Completion]]:
+        with self._running:
+            return super().generate(prompts, sampling, num_samples)
+
+    def pause_generation(self, recompute_kv_cache: bool) -> None:
+        self._running.acquire()
+
+    def resume_generation(self) -> None:
+        self._running.release()
 
 
 class KnownRewards:
@@ -232,6 +267,7 @@ class LocalGrpo:
             num_samples_to_print=config.logger.num_val_samples_to_print,
             memory=memory,
             speed=None,
+            pausing=self.engine if isinstance(self.engine, PausableEngine) else None,
         )
         trainer = GrpoTrainer(grpo, config.loss_fn, config.policy.generation, parts)
         return trainer, last_step, resume_from
@@ -246,6 +282,12 @@ def local_grpo(folder: Path, model: Path, kinds: Sequence[str], *overrides: str,
     )
     config = load_grpo_config("examples/configs/grpo_arithmetic_cpu.yaml", [*SMALL, *paths, *overrides])
     return LocalGrpo(folder, config, parts.pop("prompts", None) or make_prompts(kinds), **parts)
+
+
+def taken_as_finished(max_age: int) -> tuple[str, ...]:
+    """Overrides with which a step trains on the groups that have finished; for a `PausableEngine`."""
+    keys = ("grpo.async_grpo.order=finished", "grpo.async_grpo.in_flight_weight_updates=true")
+    return (*collected_ahead(max_age), *keys)
 
 
 def collected_ahead(max_age: int) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ import torch._dynamo
 import ways
 from engine_process import engine_here
 
-from nemo_offload_rl.distributed.generation_engine import RayGenerationEngine
+from nemo_offload_rl.distributed.generation_engine import EngineLoads, RayGenerationEngine
 from nemo_offload_rl.distributed.local import LocalWorkerGroup, start_local_policy
 from nemo_offload_rl.generation.vllm.engine_args import vllm_env
 from nemo_offload_rl.keys.engine import VllmSettings
@@ -39,7 +39,7 @@ class LocalEngine(RayGenerationEngine):
 
     def __init__(self, settings: VllmSettings) -> None:
         self._group = LocalWorkerGroup(engine_here(settings))
-        self._tp_size, self._turn = 1, itertools.cycle([0])
+        self._tp_size, self._turn, self._loads = 1, itertools.cycle([0]), EngineLoads(1)
 
     def wait_until_ready(self) -> None:
         """It is."""

@@ -237,6 +237,12 @@ def rollouts_can_be_collected_during_training(cfg: GrpoMasterConfig) -> str | No
             f"{told} policy.generation.vllm_cfg.async_engine is false, and that engine answers only whole batches, one "
             "after the other; set it to true"
         )
+    ahead = cfg.grpo.async_grpo
+    if ahead is not None and ahead.order == "finished" and not ahead.in_flight_weight_updates:
+        return (
+            "grpo.async_grpo.order is finished, but in_flight_weight_updates is false, so that every update of the "
+            "engines waits for the longest response; set that to true, or order to data"
+        )
     if cfg.grpo.use_dynamic_sampling:
         return (
             f"{told} use_dynamic_sampling draws as many prompts as a step turns out to need, which is not known in "

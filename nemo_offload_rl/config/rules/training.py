@@ -139,6 +139,7 @@ def _metric_names(cfg: RunConfig) -> Names:
         masks_by_error=grpo.seq_logprob_error_threshold is not None,
         filters=grpo.rollout_filter is not None and grpo.rollout_filter.target is not None,
         collects_ahead=grpo.is_async,
+        takes_finished=grpo.async_grpo is not None and grpo.is_async and grpo.async_grpo.order == "finished",
         agents=cfg.policy.generation.vllm_cfg.expose_http_server,
         stops=grpo.rollout_stop is not None and grpo.rollout_stop.target is not None,
         positive_examples=loss.positive_example_nll_weight > 0,

@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 from grpo_replay import read_rollouts
-from local_grpo import MIXED, HuggingFaceEngine, KnownRewards, collected_ahead, local_grpo, make_prompts
+from local_grpo import (
+    MIXED,
+    HuggingFaceEngine,
+    KnownRewards,
+    PausableEngine,
+    collected_ahead,
+    local_grpo,
+    make_prompts,
+    taken_as_finished,
+)
 from tiny_models import save_model_folder
 
 from nemo_offload_rl.environments.interfaces import Response, Score
@@ -22,7 +31,9 @@ STEPS = 6
 SHORT = ("grpo.max_num_epochs=100", "policy.optimizer.kwargs.lr=1e-3", "policy.scheduler=null")
 OFF = "grpo.async_grpo.enabled=false"
 # What is about the buffer, or depends on clocks.
-OF_THE_BUFFER = ("train/avg_trajectory_age", "train/buffer_size")
+OF_THE_BUFFER = (
+    "train/avg_trajectory_age", "train/buffer_size", "train/trained_length_mean", "train/sampled_length_mean",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +66,9 @@ def test_with_an_age_of_zero_a_run_is_the_synchronous_run_bit_by_bit(tmp_path, m
     keys = (*collected_ahead(0), *validated)
     in_turn = run(tmp_path / "in turn", model, *keys, OFF, **parts)
     collected = run(tmp_path / "collected", model, *keys, **parts)
+    finished = run(tmp_path / "finished", model, *taken_as_finished(0), *validated, engine=PausableEngine(), **parts)
     assert numbers(collected) == numbers(in_turn)
+    assert numbers(finished) == numbers(in_turn)
     assert len({record["train/loss"] for record in collected.values() if "train/loss" in record}) == STEPS
     assert {record.get("train/avg_trajectory_age", 0) for record in collected.values()} == {0}
 
@@ -106,6 +119,61 @@ def test_a_run_that_goes_on_draws_the_same_prompts_for_each_step_and_begins_with
     assert list(prompts[0]) == [*range(1, STEPS + 1)]  # two epochs of three batches: all of the data
     # The last batch of the data ends the run, also where the steps could go on.
     assert list(run(tmp_path / "ended", model, *keys, steps=100)) == [*range(1, STEPS + 1)]
+
+
+class WithATail(PausableEngine):
+    """Does not answer the first prompt until the second step has been trained, and then perhaps ends the run."""
+
+    def __init__(self, *, ends: bool = False) -> None:
+        super().__init__()
+        self._ends = ends
+        self.num_refits = 0
+        self._refitted = threading.Condition()
+        self._is_late: Sequence[int] | None = None
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingSettings, num_samples: int = 1
+    ) -> list[list[Completion]]:
+        with self._refitted:
+            self._is_late = self._is_late or prompts[0]
+            if prompts[0] == self._is_late and self.num_refits < 3:
+                assert self._refitted.wait_for(lambda: self.num_refits >= 3, 1500)
+        return super().generate(prompts, sampling, num_samples)
+
+    def finish_refit(self) -> None:
+        with self._refitted:
+            self.num_refits += 1
+            self._refitted.notify_all()
+            if self._ends and self.num_refits == 3:
+                self.resume_generation()  # so that the threads end
+                raise DataError("no third refit")
+
+
+def test_a_slow_group_holds_up_no_other_is_trained_on_once_and_comes_again_after_a_resume(tmp_path, model):
+    keys = (*taken_as_finished(2), "grpo.log_rollouts=true", "grpo.max_num_epochs=2")
+    saving = (*keys, "checkpointing.enabled=true", "checkpointing.save_period=1")
+    whole = run(tmp_path / "whole", model, *keys, engine=WithATail())
+    ages = [whole[step]["train/avg_trajectory_age"] for step in range(1, STEPS + 1)]
+    assert ages[:2] == [0, 1] and 1 <= ages[2] <= 2  # the third takes the first prompt, and perhaps younger ones
+    assert all(0 <= age <= 2 for age in ages)
+    with pytest.raises(DataError, match="no third refit"):
+        run(tmp_path / "parts", model, *saving, engine=WithATail(ends=True))
+    rest = run(tmp_path / "parts", model, *saving, engine=PausableEngine())
+    assert [rest[step]["train/avg_trajectory_age"] <= min(step - 3, 2) for step in range(3, STEPS + 1)] == [True] * 4
+    in_turn = run(tmp_path / "in turn", model, *keys, OFF, engine=HuggingFaceEngine())
+    assert list(in_turn) == list(whole) == list(rest) == [*range(1, STEPS + 1)]
+    prompts = [
+        [sorted({rollout["prompt"] for rollout in rollouts}) for rollouts in read_rollouts(tmp_path / name).values()]
+        for name in ("whole", "parts", "in turn")
+    ]
+    in_turn_prompts = sorted(prompt for step in prompts.pop() for prompt in step)
+    for by_step in prompts:
+        assert sorted(prompt for step in by_step for prompt in step) == in_turn_prompts
+        first, second = by_step[:2]
+        assert len({*first, *second}) == 4
+    for record in whole.values():
+        assert record["train/trained_length_mean"] == record["train/mean_response_tokens"]
+        assert 1 <= record["train/sampled_length_mean"] <= 6
 
 
 class Failing(KnownRewards):

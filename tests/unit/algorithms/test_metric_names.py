@@ -71,6 +71,7 @@ def test_every_documented_metric_is_computed_again_somewhere_or_measured_by_cloc
         masks_by_error=True,
         filters=True,
         collects_ahead=True,
+        takes_finished=True,
         positive_examples=True,
         stops=True,
         agents=True,

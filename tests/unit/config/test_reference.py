@@ -14,7 +14,7 @@ def test_the_committed_reference_is_up_to_date() -> None:
 def test_the_reference_names_every_key_of_grpo_on_one_page_and_the_others_on_any() -> None:
     pages = render()
     for key in _documented(GrpoMasterConfig):
-        naming = [path.name for path, text in pages.items() if f"| `{key}` |" in text or f"# `{key}`\n" in text]
+        naming = [path.name for path, text in pages.items() if f"\n| `{key}` |" in text or f"# `{key}`\n" in text]
         own = {"distillation.md", "sft.md", "dpo.md", "evaluation.md"}
         assert len(set(naming) - own) == 1, key
     text = "\n".join(pages.values())

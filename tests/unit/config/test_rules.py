@@ -268,6 +268,7 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
         (["grpo.async_grpo.enabled=true", WEIGHTED, *OWN_DEVICES], "async_engine is false"),
         ([*AHEAD, WEIGHTED, "grpo.use_dynamic_sampling=true"], "turn one of them off"),
         (AHEAD, "use_importance_sampling_correction is false"),
+        ([*AHEAD, WEIGHTED, "grpo.async_grpo.order=finished"], "in_flight_weight_updates is false"),
     ],
     "only_dynamic_sampling_draws_larger_batches": [(["grpo.batch_multiplier=2"], "set it to 1 or")],
     "on_policy_ratio_needs_one_update_per_step": [

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,6 +30,18 @@ def test_a_job_that_raises_is_an_outcome_with_its_reason(sleepers):
     (failed,) = sleepers.map([(-1,)])
     assert isinstance(failed, Failed)
     assert "ValueError" in failed.reason
+
+
+def test_a_long_job_of_one_thread_does_not_hold_up_another_and_ends_with_the_pool():
+    pool = GradingPool(time.sleep, num_workers=2, timeout_s=86400.0)
+    threads = ThreadPoolExecutor()
+    long = threads.submit(pool.map, [(86400,)])
+    others = [threads.submit(pool.map, [(0,)] * 5) for _ in range(3)]
+    assert [other.result() for other in others] == [[None] * 5] * 3
+    assert not long.done()
+    pool.close()
+    assert wait([long]).done
+    threads.shutdown()
 
 
 def test_no_jobs_give_no_outcomes(sleepers):
