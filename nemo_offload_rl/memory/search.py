@@ -414,8 +414,9 @@ def _parallel_sizes(cfg: RunConfig, *, has_experts: bool) -> Iterator[str]:
 
 
 def _may_divide_layers(cfg: RunConfig) -> bool:
-    """Tell whether layers may be divided over workers: DTensor's with adapters may not."""
-    return isinstance(cfg.policy.backend, MegatronConfig) or not cfg.policy.dtensor_cfg.lora_cfg.enabled
+    """Tell whether layers may be divided over workers: those with adapters may not."""
+    backend = cfg.policy.backend
+    return not (backend.peft if isinstance(backend, MegatronConfig) else cfg.policy.dtensor_cfg.lora_cfg).enabled
 
 
 def _divided(

@@ -316,6 +316,25 @@ def test_the_command_prints_the_plan_and_its_status_says_whether_it_fits(tmp_pat
         main([*argv[:2], "--gpu-gib=139.8", "--parameters=8.19B", "--fit"])
 
 
+def test_the_guide_shows_what_the_command_prints(tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    folders = {name: tmp_path / name for name in ("QWEN3_8B", "QWEN3_30B_A3B", "QWEN3_32B")}
+    for name, folder in folders.items():
+        plan_table.write_config(folder, name.removeprefix("QWEN3_").replace("_", "-"))
+    guide = (ROOT / "docs" / "guides" / "will-it-fit.md").read_text()
+    blocks, printed = re.findall(r"```(bash|)\n(.*?)```", guide, re.DOTALL), ""
+    assert [kind for kind, _ in blocks].count("bash") == 5
+    for kind, text in blocks:
+        if kind == "bash":
+            argv = text.replace("\\\n", " ").split()
+            assert argv[:3] == ["python", "-m", "nemo_offload_rl.plan"]
+            argv = [re.sub(r"QWEN3_\w+", lambda found: str(folders[found.group()]), one) for one in argv[3:]]
+            main(argv)
+            printed = capfd.readouterr().out.replace(f"{tmp_path}/", "")
+        else:
+            assert [line for line in text.splitlines() if line not in printed.splitlines()] == []
+
+
 def test_changes_and_the_fastest_values_were_tried_and_fit_when_loaded(tmp_path):
     file, override = ROOT / "examples" / "configs" / "grpo_math_1B.yaml", write_config(tmp_path, "Qwen3-8B")
     target = Target(KNOWN["H100"], usable_host_bytes(256))
