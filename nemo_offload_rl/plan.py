@@ -570,7 +570,8 @@ def _report(
     """Render the plan, changes that make it fit, and the fastest values if they were searched for."""
     parts = [plan.render()]
     parts += [render_changes(plan, changes)] if plan.problems else []
-    parts += [render_fastest(plan, fastest, path, overrides)] if searches else []
+    if searches and (fastest is not None or changes):  # otherwise it is said already that nothing fits
+        parts.append(render_fastest(plan, fastest, path, overrides))
     return "\n".join(parts)
 
 

@@ -164,15 +164,14 @@ def local_config(model_name: str, overrides: Mapping[str, Any]) -> Mapping[str, 
     Also None for a hub's model that has not been downloaded yet.
     """
     folder = local_folder(model_name)
-    path = None if folder is None else folder / "config.json"
     try:
-        config = None if path is None else _parsed_file(path, path.stat().st_mtime_ns)
+        config = None if folder is None else _parsed((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return {**config, **overrides} if isinstance(config, dict) else None
 
 
 @lru_cache(maxsize=8)
-def _parsed_file(path: Path, mtime_ns: int) -> Any:
-    """Read a JSON file, once as long as it does not change; a plan asks hundreds of times."""
-    return json.loads(path.read_text(encoding="utf-8"))
+def _parsed(text: str) -> Any:
+    """Parse JSON; a plan asks for the same text hundreds of times."""
+    return json.loads(text)
