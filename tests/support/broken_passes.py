@@ -2,18 +2,44 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from policy_cases import NLL, assert_equal, forward_hook_on_layer, full_optimizer, full_params, make_batch, shard
+from policy_cases import (
+    NLL,
+    assert_equal,
+    decoder_layer,
+    forward_hook_on_layer,
+    full_optimizer,
+    full_params,
+    make_batch,
+    shard,
+)
 from rank_cases import make_worker
 from torch import Tensor
 
 from nemo_offload_rl.errors import UserError
 
 LENGTH = 14
+
+
+class Graph:
+    """Lives as long as any node of a graph that was marked with it."""
+
+    def mark(self, node: Any) -> Graph:
+        """Mark a node and those that it leads to, except for the parameters'."""
+        waiting, seen = [node], set()
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen or type(node).__name__ == "AccumulateGrad":
+                continue
+            seen.add(node)
+            node.metadata["graph"] = self
+            waiting += [following for following, _ in node.next_functions]
+        return self
 
 
 @dataclass
@@ -30,6 +56,7 @@ class OutOfMemory:
     num_micro_batches: int = 0
     num_seen: int = 0
     num_failures: int = 0
+    failed: weakref.ref[Graph] | None = None
 
     def __call__(self, _layer: Any, _inputs: Any, output: Any) -> None:
         hidden: Tensor = output[0] if isinstance(output, tuple) else output
@@ -39,12 +66,19 @@ class OutOfMemory:
             self.fail()
         self.num_seen += 1
         if self.moment == "forward" or (self.moment == "last" and self.num_seen % self.num_micro_batches == 0):
-            self.fail()
+            self.fail(hidden.grad_fn)
         if self.moment == "backward":
             hidden.register_hook(lambda _: self.fail())
 
-    def fail(self) -> None:
+    def check(self, _layer: Any, _inputs: Any) -> None:
+        """Check, before the layer runs again, that the failed pass has left nothing behind."""
+        assert self.failed is None or self.failed() is None, "activations of the failed pass are still in memory"
+        self.failed = None
+
+    def fail(self, graph: Any = None) -> None:
         self.num_failures += 1
+        if graph is not None:
+            self.failed = weakref.ref(Graph().mark(graph))
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
 
 
@@ -59,7 +93,10 @@ def goes_on_after_one_rank_ran_out_of_memory(process, folder, moments, *, num_co
 
     def run(size, hook=None):
         with make_worker(process, folder, train_micro_batch_size=size, logprob_batch_size=size, **changes) as worker:
-            handle = forward_hook_on_layer(worker, 0, hook) if hook is not None else None
+            handles: list[Any] = []
+            if hook is not None:
+                handles.append(forward_hook_on_layer(worker, 0, hook))
+                handles.append(decoder_layer(worker, 0).register_forward_pre_hook(hook.check))
             found: list[Any] = []
             for (rank, moment), batch in zip(moments, batches, strict=True):
                 mine = shard(batch, worker)
@@ -81,8 +118,8 @@ def goes_on_after_one_rank_ran_out_of_memory(process, folder, moments, *, num_co
             found += [full_params(worker), full_optimizer(worker)]
             if hook is not None:
                 ends_on_all_ranks_with_one_error(process, worker, hook, batches[0])
-                assert handle is not None
-                handle.remove()
+                for handle in handles:
+                    handle.remove()
                 worker.get_logprobs(shard(batches[0], worker))  # all are connected
             return found
 

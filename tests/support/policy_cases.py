@@ -437,9 +437,14 @@ def full_optimizer(worker: PolicyWorker) -> dict[str, Tensor]:
 
 def forward_hook_on_layer(worker: PolicyWorker, layer: int, hook: Callable[..., Any]) -> Any:
     """Have `hook` run after the MLP of a layer; the handle removes it."""
+    return decoder_layer(worker, layer).mlp.register_forward_hook(hook)
+
+
+def decoder_layer(worker: PolicyWorker, layer: int) -> Any:
+    """A decoder layer of this rank."""
     if is_megatron(worker):
-        return worker._backend._chunks[0].module.decoder.layers[layer].mlp.register_forward_hook(hook)
-    return worker._backend._built.module.causal_lm.model.layers[layer].mlp.register_forward_hook(hook)
+        return worker._backend._chunks[0].module.decoder.layers[layer]
+    return worker._backend._built.module.causal_lm.model.layers[layer]
 
 
 def output_layer(worker: PolicyWorker) -> torch.nn.Module:

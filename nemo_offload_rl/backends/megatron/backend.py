@@ -207,6 +207,7 @@ class MegatronBackend:
     def abandon_pass(self) -> None:
         """See `PolicyBackend`."""
         parallel.forget_collectives(self._chunks)
+        caches.forget_failed_pass(self._chunks)
         self._model.biases.forget()
 
     def gather_again(self) -> None:

@@ -18,8 +18,10 @@ from typing import Any
 
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from nemo_offload_rl.keys.megatron import MegatronFp8Config
@@ -81,6 +83,21 @@ def clear_dispatchers(chunks: Sequence[nn.Module]) -> None:
                 _forget(owner, _DISPATCHER_TENSORS)
         elif isinstance(module, SharedExpertMLP):
             _forget(module, _SHARED_EXPERT_TENSORS)
+
+
+def forget_failed_pass(chunks: Sequence[nn.Module]) -> None:
+    """Free the activations of a pass that raised, which its layers would keep until they run again.
+
+    A layer keeps its activations, and through them the graph of all layers before it, from the start of its MLP to the
+    end, and while their recomputation is due.
+    """
+    clear_dispatchers(chunks)
+    for module in _modules(chunks):
+        if isinstance(module, TransformerLayer):
+            module.mlp_norm_manager = None
+        for checkpoint in vars(module).values():
+            if isinstance(checkpoint, CheckpointWithoutOutput):
+                checkpoint.ctx = checkpoint.outputs = checkpoint.run_function = None
 
 
 def clear_workspaces() -> None:
