@@ -30,7 +30,7 @@ LIMITS = {
     "imports upward": 0,
     "circles of modules": 0,
     "modules": 313,
-    "lines": 57880,
+    "lines": 58000,
     "modules under 60 lines with one importer": 0,
 }
 
