@@ -35,7 +35,7 @@ from nemo_offload_rl.memory.gpus import (
     ENGINE_REST_BYTES,
     MEGATRON_REST_BYTES,
 )
-from nemo_offload_rl.memory.groups import Held, ModelElements, group_bytes, held_by_stage
+from nemo_offload_rl.memory.groups import Held, ModelElements, group_bytes, has_adapters, held_by_stage
 from nemo_offload_rl.memory.host_plan import HostNeed, HostPlan, host_need
 from nemo_offload_rl.memory.limits import memory_total_bytes
 from nemo_offload_rl.memory.machine import Machine
@@ -189,7 +189,9 @@ class Account:
 
     @cached_property
     def _elements(self) -> ModelElements:
-        return ModelElements.of(self.num_parameters or 0, self.sizes, local_model_config(self.cfg) or {})
+        return ModelElements.of(
+            self.num_parameters or 0, self.sizes, local_model_config(self.cfg) or {}, self.cfg.policy
+        )
 
     @cached_property
     def _stages_hold(self) -> tuple[Held, ...]:
@@ -250,9 +252,7 @@ class Account:
 
     def _expected(self, settings: PolicySettings, groups: Mapping[str, int]) -> ExpectedBytes:
         backend = settings.backend
-        has_adapters = not groups[GRADS]
-        # The adapters' own state is small and not counted.
-        sizes = {BASE: groups[PARAMS], PARAMS: 0} if has_adapters else {PARAMS: groups[PARAMS]}
+        sizes = {name: groups[name] for name in (BASE, PARAMS) if name in groups}
         if backend.streams_parameters:
             sizes = {PARAMS: 0, PARAMS_PART: groups[PARAMS], GRADS_PART: groups[GRADS]}
         sizes |= {name: groups[name] for name in (OPTIMIZER, OPTIMIZER_PART) if groups[name]}
@@ -263,7 +263,7 @@ class Account:
             activation_bytes = offloaded_bytes_at_most(settings)
         elif shape.num_layers is not None and shape.hidden_size is not None:
             activation_bytes = host_bytes_at_most(settings, shape.num_layers, shape.hidden_size)
-        reference_bytes = groups[PARAMS] if self.keeps_reference and not has_adapters else 0
+        reference_bytes = groups[PARAMS] if self.keeps_reference else 0
         read_bytes, fp32_bytes = COMPUTE_DTYPES[settings.precision].itemsize, COMPUTE_DTYPES["float32"].itemsize
         is_cast = not on_megatron and read_bytes < fp32_bytes
         return ExpectedBytes(
@@ -273,6 +273,11 @@ class Account:
             activations=activation_bytes,
             reference_is_cast=is_cast,
         )
+
+    @property
+    def has_adapters(self) -> bool:
+        """Tell whether adapters are trained and the model is frozen."""
+        return has_adapters(self.cfg.policy)
 
     @property
     def keeps_reference(self) -> bool:
@@ -294,7 +299,7 @@ class Account:
         if sizes is None or settings is None:
             return None
         config = local_config(settings.model_name, settings.hf_config_overrides) or {}
-        elements = ModelElements.of(sizes.num_parameters, sizes, config)
+        elements = ModelElements.of(sizes.num_parameters, sizes, config, settings)
         held = max(held.total for held in held_by_stage(settings, cfg.cluster.world_size, elements))
         return COMPUTE_DTYPES[settings.precision].itemsize * held
 
@@ -389,7 +394,8 @@ class Account:
     @cached_property
     def pass_needs(self) -> Mapping[PassKind, PassNeed]:
         """Need of a GPU of each kind of pass that is known."""
-        return pass_needs(self.settings, self.cfg.cluster.world_size, self.groups[GRADS], self.teacher_settings)
+        grads_bytes = 0 if self.has_adapters else self.groups[GRADS]
+        return pass_needs(self.settings, self.cfg.cluster.world_size, grads_bytes, self.teacher_settings)
 
     @property
     def teacher_settings(self) -> PolicySettings | None:
@@ -415,7 +421,7 @@ class Account:
         """
         policy, elements = self.cfg.policy, (self.shape.vocab_size or 0) * (self.shape.hidden_size or 0)
         optimizer, backend = policy.optimizer, policy.backend
-        is_whole = not isinstance(backend, MegatronConfig) and not backend.streams_parameters and self.groups[GRADS] > 0
+        is_whole = not isinstance(backend, MegatronConfig) and not backend.streams_parameters and not self.has_adapters
         if optimizer is None or not is_whole or optimizer.kwargs.get("fused"):
             return 0
         return 2 * COMPUTE_DTYPES["float32"].itemsize * elements // self.cfg.cluster.world_size
@@ -481,7 +487,7 @@ class Account:
             TEACHER: 0 if teacher is None else 2 * self._teacher_groups.get(TEACHER_LAYER, 0) // teacher.num_layers
         }
         groups, backend = self.groups, self.cfg.policy.backend
-        if not self.num_parameters or backend.streamed_share < 1:
+        if not self.num_parameters or backend.streamed_share < 1 or self.has_adapters:
             return dict.fromkeys((PARAMS, GRADS, OPTIMIZER), 0) | layers
         held = max(held.total for held in self._stages_hold)
         on_megatron = isinstance(backend, MegatronConfig)

@@ -6,9 +6,10 @@ flat buffers and of shards. Both are small in models of real size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import torch
 
@@ -19,7 +20,7 @@ from nemo_offload_rl.keys.megatron import MegatronConfig
 from nemo_offload_rl.keys.policy import TrainedPolicyConfig
 from nemo_offload_rl.models.shape import ModelShape
 from nemo_offload_rl.protocols.backend import COMPUTE_DTYPES
-from nemo_offload_rl.residency import GRADS, OPTIMIZER, OPTIMIZER_PART, PARAMS
+from nemo_offload_rl.residency import BASE, GRADS, OPTIMIZER, OPTIMIZER_PART, PARAMS
 from nemo_offload_rl.utils.flops import ModelSizes
 
 _FP32_BYTES = 4
@@ -35,6 +36,7 @@ class ModelElements:
         in_embedding: Those of its embedding, and of its output layer; 0 if unknown.
         is_tied: Both are one matrix.
         num_layers: Layers; None, if unknown, divides all over pipeline stages.
+        in_adapters: Those of adapters, which are none of the model's; 0 if unknown.
     """
 
     total: int
@@ -42,15 +44,19 @@ class ModelElements:
     in_embedding: int = 0
     is_tied: bool = False
     num_layers: int | None = None
+    in_adapters: int = 0
 
     @classmethod
-    def of(cls, total: int, sizes: ModelSizes | None, config: Mapping[str, object]) -> ModelElements:
+    def of(
+        cls, total: int, sizes: ModelSizes | None, config: Mapping[str, object], policy: TrainedPolicyConfig
+    ) -> ModelElements:
         """Count the elements of a model of `total` parameters, as far as its files' sizes and its config.json tell."""
-        shape = ModelShape.of(config)
+        shape, adapters = ModelShape.of(config), adapter_elements(policy, config)
         in_embedding = (shape.vocab_size or 0) * (shape.hidden_size or 0)
         if sizes is None:
-            return cls(total, None, in_embedding, bool(config.get("tie_word_embeddings")), shape.num_layers)
-        return cls(total, sizes.num_in_experts, in_embedding, sizes.ties_embeddings, sizes.num_layers)
+            is_tied = bool(config.get("tie_word_embeddings"))
+            return cls(total, None, in_embedding, is_tied, shape.num_layers, adapters)
+        return cls(total, sizes.num_in_experts, in_embedding, sizes.ties_embeddings, sizes.num_layers, adapters)
 
 
 @dataclass(frozen=True)
@@ -62,12 +68,14 @@ class Held:
         experts: The experts'.
         copies: Ranks with the same dense parameters.
         expert_copies: Ranks with the same experts.
+        adapters: Parameters of adapters.
     """
 
     dense: int
     experts: int
     copies: int
     expert_copies: int
+    adapters: int = 0
 
     @property
     def total(self) -> int:
@@ -87,7 +95,7 @@ def held_by_stage(policy: TrainedPolicyConfig, world_size: int, model: ModelElem
     """
     megatron = policy.backend
     if not isinstance(megatron, MegatronConfig):
-        return (Held(model.total // world_size, 0, 1, 1),)
+        return (Held(model.total // world_size, 0, 1, 1, model.in_adapters // world_size),)
     stages, tensor = megatron.pipeline_model_parallel_size, megatron.tensor_model_parallel_size
     expert_ranks = megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size
     in_experts = model.in_experts
@@ -108,49 +116,103 @@ def held_by_stage(policy: TrainedPolicyConfig, world_size: int, model: ModelElem
             in_experts * num // of // expert_ranks,
             copies=max(1, ranks // tensor),
             expert_copies=max(1, ranks // expert_ranks),
+            adapters=model.in_adapters * num // of // tensor,
         )
         for num, of, ends in parts
     )
 
 
-def group_bytes(policy: TrainedPolicyConfig, held: Held, *, on_gpu: bool) -> dict[str, int]:
-    """Count the bytes of a rank's `params`, `grads`, `optimizer` and `optimizer/part`.
+def has_adapters(policy: TrainedPolicyConfig) -> bool:
+    """Tell whether adapters are trained and the model is frozen."""
+    megatron = policy.backend
+    return megatron.peft.enabled if isinstance(megatron, MegatronConfig) else policy.dtensor_cfg.lora_cfg.enabled
 
-    With adapters the frozen model has neither gradients nor optimizer states, and those of the adapters are small.
+
+def adapter_elements(policy: TrainedPolicyConfig, config: Mapping[str, object]) -> int:
+    """Count the parameters of adapters on the layers of attention and of dense MLPs; 0 if config.json lacks sizes.
+
+    An adapter of a layer from m to n features has as many parameters as its rank times m + n. Not counted: adapters of
+    the output layer, of shared experts, and of layers that only some families have.
+    """
+    shape, megatron = ModelShape.of(config), policy.backend
+    on_megatron = isinstance(megatron, MegatronConfig)
+    if not (has_adapters(policy) and shape.num_layers and shape.hidden_size and shape.num_heads and shape.head_dim):
+        return 0
+    hidden, inner = shape.hidden_size, 0 if shape.num_experts else (shape.intermediate_size or 0)
+    queries, keys = shape.num_heads * shape.head_dim, (shape.num_kv_heads or shape.num_heads) * shape.head_dim
+    if on_megatron:
+        lora, path, every = megatron.peft, "decoder.layers.{}.{}", not megatron.peft.target_modules
+        sizes = {
+            "self_attention.linear_qkv": hidden + queries + 2 * keys,
+            "self_attention.linear_proj": hidden + queries,
+        }
+        of_mlp = {"mlp.linear_fc1": hidden + 2 * inner, "mlp.linear_fc2": hidden + inner}
+    else:
+        lora, path = policy.dtensor_cfg.lora_cfg, "model.layers.{}.{}"
+        every = lora.match_all_linear
+        sizes = {
+            **dict.fromkeys(("self_attn.q_proj", "self_attn.o_proj"), hidden + queries),
+            **dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), hidden + keys),
+        }
+        of_mlp = dict.fromkeys(("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"), hidden + inner)
+    sizes |= of_mlp if inner else {}
+    names = ((path.format(layer, name), size) for layer in range(shape.num_layers) for name, size in sizes.items())
+    return lora.dim * sum(
+        size
+        for name, size in names
+        if (every or _is_named(name, lora.target_modules)) and not _is_named(name, lora.exclude_modules)
+    )
+
+
+def _is_named(name: str, patterns: Sequence[str]) -> bool:
+    return any(
+        fnmatchcase(name, pattern) if "*" in pattern else f".{name}".endswith(f".{pattern}") for pattern in patterns
+    )
+
+
+def group_bytes(policy: TrainedPolicyConfig, held: Held, *, on_gpu: bool) -> dict[str, int]:
+    """Count the bytes of a rank's `params`, `grads`, `optimizer` and `optimizer/part`, and with adapters of `base`.
+
+    With adapters, only `base` is of the frozen model.
 
     Args:
         policy: The policy's keys.
         held: What the rank holds.
         on_gpu: Workers train on GPUs.
     """
-    backend = policy.backend
-    on_megatron = isinstance(backend, MegatronConfig)
-    groups = _on_megatron(policy, backend, held) if on_megatron else _on_dtensor(policy, held, on_gpu=on_gpu)
+    backend, frozen = policy.backend, has_adapters(policy)
+    trained, trained_share = (held.adapters, held.adapters // held.copies) if frozen else (held.total, held.share)
+    if isinstance(backend, MegatronConfig):
+        itemsize = COMPUTE_DTYPES[policy.precision].itemsize
+        groups = _on_megatron(policy, backend, trained, trained_share)
+    else:
+        itemsize = _FP32_BYTES
+        groups = _on_dtensor(policy, trained, on_gpu=on_gpu)
     streamed_bytes = int(backend.streamed_share * groups[OPTIMIZER])
-    return {**groups, OPTIMIZER: groups[OPTIMIZER] - streamed_bytes, OPTIMIZER_PART: streamed_bytes}
+    groups |= {OPTIMIZER: groups[OPTIMIZER] - streamed_bytes, OPTIMIZER_PART: streamed_bytes}
+    return {**groups, BASE: itemsize * held.total} if frozen else groups
 
 
-def _on_dtensor(policy: TrainedPolicyConfig, held: Held, *, on_gpu: bool) -> dict[str, int]:
+def _on_dtensor(policy: TrainedPolicyConfig, trained: int, *, on_gpu: bool) -> dict[str, int]:
     """Count everything in float32."""
-    num_trained = 0 if policy.dtensor_cfg.lora_cfg.enabled else held.total
     optimizer_bytes = 0
     if policy.optimizer is not None:
         with suppress(ConfigError):  # another rule refuses this optimizer
             spec = torch_optim.optimizer_spec(policy.optimizer, on_gpu=on_gpu)
-            optimizer_bytes = spec.bytes_per_element(torch.float32) * num_trained
-    return {PARAMS: _FP32_BYTES * held.total, GRADS: _FP32_BYTES * num_trained, OPTIMIZER: optimizer_bytes}
+            optimizer_bytes = spec.bytes_per_element(torch.float32) * trained
+    return {PARAMS: _FP32_BYTES * trained, GRADS: _FP32_BYTES * trained, OPTIMIZER: optimizer_bytes}
 
 
-def _on_megatron(policy: TrainedPolicyConfig, megatron: MegatronConfig, held: Held) -> dict[str, int]:
-    """Count parameters in the compute type, and the optimizer's part of a rank, or all that it holds."""
-    optimizer, is_trained = megatron.optimizer, not megatron.peft.enabled
-    num_updated = (held.share if optimizer.use_distributed_optimizer else held.total) if is_trained else 0
+def _on_megatron(policy: TrainedPolicyConfig, megatron: MegatronConfig, trained: int, share: int) -> dict[str, int]:
+    """Count parameters in the compute type, and the optimizer's part of a rank, or all that it trains."""
+    optimizer = megatron.optimizer
+    num_updated = share if optimizer.use_distributed_optimizer else trained
     if optimizer.optimizer_cpu_offload:
         num_updated = int((1 - optimizer.optimizer_offload_fraction) * num_updated)
     dtype = COMPUTE_DTYPES[policy.precision]
     grad_bytes = _FP32_BYTES if megatron.distributed_data_parallel_config.grad_reduce_in_fp32 else dtype.itemsize
     return {
-        PARAMS: dtype.itemsize * held.total,
-        GRADS: grad_bytes * held.total if is_trained else 0,
+        PARAMS: dtype.itemsize * trained,
+        GRADS: grad_bytes * trained,
         OPTIMIZER: optimizer_spec.optimizer_spec(optimizer).bytes_per_element(dtype) * num_updated,
     }

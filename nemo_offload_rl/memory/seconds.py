@@ -20,7 +20,7 @@ from nemo_offload_rl.memory.gpus import GpuRates
 from nemo_offload_rl.memory.megatron_activations import offloaded_bytes_per_token
 from nemo_offload_rl.memory.stages import Stage
 from nemo_offload_rl.memory.transfers import Copies, copies_of_step
-from nemo_offload_rl.residency import PARAMS_PART, Phase
+from nemo_offload_rl.residency import BASE, PARAMS_PART, Phase
 from nemo_offload_rl.utils.flops import ModelSizes
 
 # Share of the rate of large products that the products of layers reach.
@@ -199,7 +199,7 @@ class _Step:
         weights_s, attention_s = weight_flops / flops_per_s, attention_flops / (_ATTENTION_SHARE * rates.matrix_flops)
         forwards, backwards = (1.0 + self._recomputed, 1.0) if is_training else (1.0, 0.0)
         # Frozen weights need no gradients.
-        weights_s *= forwards + backwards * (2.0 if self._account.groups["grads"] else 1.0)
+        weights_s *= forwards + backwards * (1.0 if self._account.has_adapters else 2.0)
         attention_s *= forwards + backwards * _ATTENTION_BACKWARD
         compute_s = (weights_s + attention_s + (3 if is_training else 1) * head_s) / self._ranks_per_copy
         bytes_each = (_MEGATRON_BYTES if self._on_megatron else _DTENSOR_BYTES)[
@@ -278,11 +278,8 @@ class _Step:
 
     def _update_s(self) -> float:
         """Read gradients, read and write parameters and states."""
-        groups = self._account.groups
-        # Whole groups are those of the plan; adapters' are small.
-        num_bytes = sum(size for name, size in groups.items() if name != "params") * 2 + groups["params"] * 2
-        trained = 1 if groups["grads"] else 0
-        return _CALL_S + trained * num_bytes / self._rates.memory_bytes_per_s
+        num_bytes = 2 * sum(size for name, size in self._account.groups.items() if name != BASE)
+        return _CALL_S + num_bytes / self._rates.memory_bytes_per_s
 
     # -- the engine ------------------------------------------------------------------------------------------------
 

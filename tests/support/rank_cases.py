@@ -122,7 +122,9 @@ def equals_hugging_face(process, folder, *, same_names=True, sparse=False, **cha
 def planned_groups(settings: PolicySettings, process: ProcessInfo) -> dict[str, int]:
     """Bytes of one rank's state groups as a plan counts them before the start."""
     sizes, config = model_sizes(settings.model_name), local_config(settings.model_name, {})
-    stages = held_by_stage(settings, process.world_size, ModelElements.of(sizes.num_parameters, sizes, config))
+    stages = held_by_stage(
+        settings, process.world_size, ModelElements.of(sizes.num_parameters, sizes, config, settings)
+    )
     held = stages[process.rank * len(stages) // process.world_size]
     return group_bytes(settings, held, on_gpu=process.device == "cuda")
 

@@ -200,7 +200,11 @@ def test_what_is_wrong_whatever_the_machine_is_one_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["dpo_packed", "dpo_megatron_rows", "two_sft_tensor_parallel", "two_sft_megatron_pipeline"]
+    "name",
+    [
+        *("dpo_packed", "dpo_megatron_rows", "sft_adapters", "sft_megatron_adapters"),
+        *("two_sft_tensor_parallel", "two_sft_megatron_pipeline"),
+    ],
 )
 def test_in_each_phase_the_policy_took_of_a_gpu_what_is_planned(name, tmp_path):
     seen = json.loads((ROOT / "benchmarks" / "results" / "plan_runs.json").read_text())["cases"][name]

@@ -6,7 +6,8 @@ import pytest
 import torch
 from closeness import assert_close
 from lora_cases import BFLOAT16, MARKERS, adapters_of, lora_worker
-from policy_cases import assert_equal, make_batch, run_ranks, save_family
+from policy_cases import ONE_RANK, assert_equal, make_batch, run_ranks, save_family
+from rank_cases import planned_groups
 from resume_cases import goes_on_bitwise, train_steps
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -27,7 +28,11 @@ def test_the_frozen_base_crosses_to_the_host_once_and_comes_back_for_each_use(fo
     with lora_worker(folder, backend) as worker:
         base_bytes = worker.residency.device_bytes()["base"]
         assert base_bytes > 5 * worker.residency.device_bytes()["params"]
+        held = worker.residency.device_bytes()
         train_steps(worker, 1, 1)
+        held |= {"optimizer": worker.residency.host_bytes()["optimizer"]}
+        planned = planned_groups(worker._settings, ONE_RANK)
+        assert all(0.9 * held[name] < planned[name] <= held[name] for name in ("base", "params", "optimizer"))
         out = [report.group("base").bytes_out for report in worker.residency_reports()]
         assert sum(out) == base_bytes
         train_steps(worker, 2, 3)
