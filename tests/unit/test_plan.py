@@ -10,6 +10,7 @@ import runpy
 import statistics
 import sys
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from nemo_offload_rl.memory.gpus import KNOWN, Gpu, find_gpu
 from nemo_offload_rl.plan import (
     Plan,
     Target,
+    _distributions_of_packages,
     as_tried,
     main,
     plan_run,
@@ -293,7 +295,10 @@ def test_the_command_prints_the_plan_and_its_status_says_whether_it_fits(tmp_pat
     argv = ["--config", str(ROOT / "benchmarks" / "large_model_8b.yaml"), override]
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:  # as `python -m` does
         patch.setattr(sys, "argv", ["plan", *argv, "--gpu", "H200", "--host-gib", "64"])
+        patch.setattr(metadata, "packages_distributions", known := metadata.packages_distributions)
         runpy.run_path(inspect.getfile(plan_run), run_name="__main__")
+    faster = _distributions_of_packages()
+    assert all(set(faster[package]) == set(names) for package, names in known().items())
     too_small = capfd.readouterr()
     assert (ended.value.code, too_small.err) == (2, "")
     page = tmp_path / "plan.html"
@@ -496,6 +501,7 @@ def test_a_gpu_is_known_by_name_or_by_a_file_and_others_are_told_so(tmp_path):
         ("--parameters=1e300", "1e300 is more than any model has"),
         ("--no-such-option", "unrecognized arguments: --no-such-option; --help lists the options"),
         ("--gpu=H200", "--gpu and --gpu-gib are both given"),
+        ("plan.json", "plan.json is no override; write KEY=VALUE, and for a file of JSON: --json > plan.json"),
         ("--html=.", "is a folder; give the name of a file"),
         ("--html=no/such/plan.html", "the folder no/such does not exist; give the name of a file"),
         ("--calibrate=rates.txt", "--gpu takes names that end with .json"),
