@@ -1,10 +1,11 @@
-"""Rollouts of async GRPO: separate engines draw them during training, with weights that are a few steps old.
+"""Rollouts of async GRPO: they are drawn across steps, so that their weights may be a few steps old.
 
 Taking the rollouts of a step means:
 1. Refit: the policy's weights go to the engines. Rollouts under way end first, or are paused and go on with the new
    weights (`grpo.async_grpo.in_flight_weight_updates`).
 2. Begin the rollouts that are due with these weights (`rollout_pool.py`).
 3. Wait for the step's rollouts.
+4. Engines that share the policy's devices give back what they generate, and sleep (`paused_rollouts.py`).
 Validation does the refit itself and begins no rollouts for training.
 """
 
@@ -18,16 +19,18 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from nemo_offload_rl.algorithms.dynamic_sampling import SampledGroups
+from nemo_offload_rl.algorithms.paused_rollouts import ContinuingEngine, Gate
 from nemo_offload_rl.algorithms.rollout_loop import RolloutLoop
 from nemo_offload_rl.algorithms.rollout_parts import RolloutParts
-from nemo_offload_rl.algorithms.rollout_pool import LostRollouts, RolloutPool
-from nemo_offload_rl.algorithms.rollout_sampler import AwakeEngine
+from nemo_offload_rl.algorithms.rollout_pool import ENGINE_ERRORS, LostRollouts, RolloutPool, Taken
+from nemo_offload_rl.algorithms.rollout_sampler import AwakeEngine, ServingEngine
 from nemo_offload_rl.data.loader import LookaheadLoader
 from nemo_offload_rl.data.records import Prompt
 from nemo_offload_rl.environments.agents import AgentEnvironment
 from nemo_offload_rl.environments.interfaces import for_threads
 from nemo_offload_rl.experience.types import RolloutBatch
 from nemo_offload_rl.keys.grpo import GrpoSectionConfig
+from nemo_offload_rl.protocols.engine import PausingEngine
 from nemo_offload_rl.utils.timer import TOTAL, PhaseTimer
 
 logger = logging.getLogger(__name__)
@@ -53,11 +56,12 @@ class RolloutsAhead:
 
     Args:
         settings: The keys `grpo.*`; `async_grpo` is on.
-        parts: The run's parts, from `with_lookahead`; the engines have their own devices.
+        parts: The run's parts, from `with_lookahead`.
         loop: Draws rollouts, and holds the engines.
+        colocated: Whether the engines share the policy's devices, so that they stop while it trains.
     """
 
-    def __init__(self, settings: GrpoSectionConfig, parts: RolloutParts, loop: RolloutLoop) -> None:
+    def __init__(self, settings: GrpoSectionConfig, parts: RolloutParts, loop: RolloutLoop, *, colocated: bool) -> None:
         assert settings.async_grpo is not None and isinstance(parts.loader, LookaheadLoader)
         self._cfg = cfg = settings.async_grpo
         self._num_prompts = settings.num_prompts_per_step
@@ -67,7 +71,9 @@ class RolloutsAhead:
         self._loader = parts.loader
         self._pool: RolloutPool[Prompt, _Drawn] | None = None
         self._lengths: list[tuple[int, float]] = []  # batch and mean length of each group, as they finish
-        loop.engine.around_refit = self._held if cfg.in_flight_weight_updates else self._drained
+        self._gate = Gate() if colocated else None
+        if not colocated:
+            loop.engine.around_refit = self._held if cfg.in_flight_weight_updates else self._drained
         if cfg.max_trajectory_age_steps > 1 and not cfg.in_flight_weight_updates:
             logger.warning(
                 "grpo.async_grpo.max_trajectory_age_steps=%d makes rollouts older but nothing faster: each update of "
@@ -92,6 +98,8 @@ class RolloutsAhead:
             yield
         finally:
             self._pool.close()
+            if self._gate is not None:
+                self._gate.end()
 
     def take(self, step: int) -> SampledGroups:
         """Wait for the rollouts of a step and return them.
@@ -101,11 +109,13 @@ class RolloutsAhead:
         """
         engine = self._loop.engine
         while True:
-            engine.bring_weights()
-            self._running.begin_due(step - 1, engine.num_restarts)
             try:
-                with self._loop.timer.phase("exposed_generation"):
-                    taken = self._running.take(step)
+                if self._gate is not None and self._running.has_ready(step):
+                    taken = self._running.take(step)  # the engines need not wake
+                else:
+                    engine.bring_weights()
+                    self._running.begin_due(step - 1, engine.num_restarts)
+                    taken = self._taken(step)
             except LostRollouts as lost:
                 if lost.engine == engine.num_restarts:  # else it was restarted already
                     engine.restart(lost.error)
@@ -119,6 +129,23 @@ class RolloutsAhead:
                 age=fmean(part.age for part in taken),
                 seconds={phase: max(part.drawn.seconds.get(phase, 0.0) for part in taken) for phase in phases},
             )
+
+    def _taken(self, step: int) -> list[Taken[_Drawn]]:
+        """Wait until a step has its rollouts, and then for engines that share devices to stop."""
+        taken: list[Taken[_Drawn]] = []
+        with self._loop.timer.phase("exposed_generation"):
+            try:
+                with nullcontext() if self._gate is None else self._gate.open_for(self._pausing):
+                    taken = self._running.take(step)
+            except ENGINE_ERRORS as error:  # an engine died as it stopped
+                self._loop.engine.restart(error)
+        return taken
+
+    @property
+    def _pausing(self) -> PausingEngine:
+        engine = self._parts.pausing
+        assert engine is not None, "a rule asks for the asynchronous engine"
+        return engine
 
     def metrics(self, groups: SampledGroups) -> dict[str, float]:
         """Return the age of a step's rollouts, the number of prompts whose rollouts wait, and the bias of lengths."""
@@ -140,13 +167,27 @@ class RolloutsAhead:
         return mean
 
     def _draw_in_thread(self, batch: int, first: int, prompts: Sequence[Prompt], number: int) -> _Drawn:
-        timer, engines = PhaseTimer(), self._parts.engine
-        with engines.reserve() if self._by_group else nullcontext(engines) as engine:
-            # `number` is from when the rollouts began: the engine may be restarted before this thread runs.
-            awake = AwakeEngine(engine, timer, lambda: self._loop.engine.num_restarts == number)
-            rollouts = self._loop.draw_ahead(batch, first, prompts, awake, timer)
+        timer = PhaseTimer()
+        with self._serving(timer, number) as engine:
+            rollouts = self._loop.draw_ahead(batch, first, prompts, engine, timer)
         self._lengths.append((batch, rollouts.response_lengths().float().mean().item()))
         return _Drawn(rollouts, {phase: taken_s for phase, taken_s in timer.seconds().items() if phase != TOTAL})
+
+    @contextmanager
+    def _serving(self, timer: PhaseTimer, number: int) -> Generator[ServingEngine]:
+        """Yield what a part is drawn from: all engines number `number`, or one of them."""
+
+        # The number is from when the rollouts began: the engine may be restarted before this thread runs.
+        def is_the_same() -> bool:
+            return self._loop.engine.num_restarts == number
+
+        engines = self._parts.engine
+        if not self._by_group:
+            yield AwakeEngine(engines, timer, is_the_same)
+            return
+        with engines.reserve() as engine:
+            awake = AwakeEngine(engine, timer, is_the_same)
+            yield awake if self._gate is None else ContinuingEngine(engine, awake, self._gate)
 
     @property
     def _running(self) -> RolloutPool[Prompt, _Drawn]:
@@ -163,8 +204,7 @@ class RolloutsAhead:
     @contextmanager
     def _held(self) -> Generator[None]:
         """Pause rollouts during the refit; they go on with the new weights."""
-        engine = self._parts.pausing
-        assert engine is not None, "a rule asks for the asynchronous engine"
+        engine = self._pausing
         engine.pause_generation(self._cfg.recompute_kv_cache_after_weight_updates)
         yield
         engine.resume_generation()

@@ -81,7 +81,11 @@ class GrpoTrainer:
             bring=parts.policy.prepare_for_lp_inference,
             shown=("reward", "accuracy", "length", "cut off", *(("KL",) if loss.reference_policy_kl_penalty else ())),
         )
-        self._ahead = RolloutsAhead(settings, parts, self._loop) if settings.is_async else None
+        self._ahead = (
+            RolloutsAhead(settings, parts, self._loop, colocated=generation.colocated.enabled)
+            if settings.is_async
+            else None
+        )
         self._clipped = ClippedPGLoss(loss)
         self._loss = self._code.loss or self._clipped
         self._idle_steps = IdleSteps()

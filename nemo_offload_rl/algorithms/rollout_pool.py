@@ -141,6 +141,11 @@ class RolloutPool[Item, Drawn]:
                     part.version, part.engine = version, engine
             self._begin_more()
 
+    def has_ready(self, step: int) -> bool:
+        """Tell whether `take` would return at once."""
+        with self._changed:
+            return self._chosen(step) is not None
+
     def take(self, step: int) -> list[Taken[Drawn]]:
         """Wait for the parts that a step trains on, and return them in the order of the data.
 
@@ -179,7 +184,7 @@ class RolloutPool[Item, Drawn]:
         """Return the parts that a step takes, in the order of the data; None if some are still to be waited for."""
         if self._in_order:
             parts = [part for part in self._parts if part.batch == step]
-            return parts if all(part.is_finished for part in parts) else None
+            return parts if parts and all(part.is_finished for part in parts) else None
         finished = sorted((part for part in self._parts if part.is_finished), key=lambda part: part.version)
         if len(finished) < self._parts_per_step or not self._enough(step):
             return None

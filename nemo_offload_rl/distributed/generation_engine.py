@@ -96,10 +96,10 @@ class RayGenerationEngine:
         return (_MAX_REQUESTS_IN_FLIGHT - _KEPT_FREE) * self._group.world_size
 
     @contextmanager
-    def reserve(self) -> Iterator[OneEngine]:
+    def reserve(self) -> Iterator[OneRayEngine]:
         """See `EngineGroup`."""
         with self._loads.least() as number:
-            yield OneEngine(self._group, number)
+            yield OneRayEngine(self._group, number)
 
     def generate_as_finished(
         self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sequence[SamplingSettings]]
@@ -199,6 +199,10 @@ class RayGenerationEngine:
         """See `PausingEngine`; needs `async_engine`."""
         self._group.run_all(AsyncVllmEngine.pause_generation, recompute_kv_cache)
 
+    def abort_generation(self) -> None:
+        """See `PausingEngine`; needs `async_engine`."""
+        self._group.run_all(AsyncVllmEngine.abort_generation)
+
     def resume_generation(self) -> None:
         """See `PausingEngine`; needs `async_engine`."""
         self._group.run_all(AsyncVllmEngine.resume_generation)
@@ -218,8 +222,8 @@ class RayGenerationEngine:
 
 
 @dataclass(frozen=True)
-class OneEngine:
-    """One engine of a group."""
+class OneRayEngine:
+    """Implements `OneEngine` for an engine of a group."""
 
     group: RayWorkerGroup
     number: int
@@ -229,6 +233,12 @@ class OneEngine:
     ) -> list[list[Completion]]:
         """See `GenerationEngine`."""
         return self.group.run_on(self.number, VllmEngine.generate, prompts, sampling, num_samples)
+
+    def generate_each(
+        self, prompts: Sequence[Sequence[int]], samplings: Sequence[SamplingSettings]
+    ) -> list[Completion]:
+        """See `OneEngine`."""
+        return self.group.run_on(self.number, AsyncVllmEngine.generate_each, prompts, samplings)
 
 
 class EngineLoads:

@@ -144,8 +144,9 @@ class AsyncGrpoConfig:
     enabled: Annotated[
         bool,
         doc(
-            "Generate the rollouts of later steps while the current step trains (docs/guides/async-grpo.md). Requires "
-            "engines on their own devices, `vllm_cfg.async_engine`, and `loss_fn.use_importance_sampling_correction`."
+            "Generate the rollouts of later steps while the current step trains (docs/guides/async-grpo.md); with "
+            "engines on the policy's devices, before and after that. Requires `vllm_cfg.async_engine` and "
+            "`loss_fn.use_importance_sampling_correction`."
         ),
     ] = False
     max_trajectory_age_steps: Annotated[
@@ -161,8 +162,8 @@ class AsyncGrpoConfig:
         doc(
             "Which rollouts a step trains on: data: those of the next prompts in the order of the data. finished: the "
             "oldest groups that have finished, and those that would be too old for later steps, which are waited for. "
-            "finished keeps engines busy while long responses are in progress, and requires "
-            "`in_flight_weight_updates`."
+            "finished keeps engines busy while long responses are in progress. It requires "
+            "`in_flight_weight_updates`, and engines on the policy's devices require it."
         ),
     ] = "data"
     in_flight_weight_updates: Annotated[

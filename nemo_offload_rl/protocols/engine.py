@@ -77,6 +77,16 @@ class Generates(Protocol):
         ...
 
 
+class OneEngine(Generates, Protocol):
+    """One engine of several."""
+
+    def generate_each(
+        self, prompts: Sequence[Sequence[int]], samplings: Sequence[SamplingSettings]
+    ) -> list[Completion]:
+        """Return a completion for each prompt, with a sampling of its own; needs the asynchronous engine."""
+        ...
+
+
 class EngineGroup(GenerationEngine, Protocol):
     """All engines of a run together."""
 
@@ -85,13 +95,17 @@ class EngineGroup(GenerationEngine, Protocol):
         """Number of threads that may call `generate` at a time, while other calls are still answered."""
         ...
 
-    def reserve(self) -> AbstractContextManager[Generates]:
+    def reserve(self) -> AbstractContextManager[OneEngine]:
         """Return the context of a caller that uses one engine: the one with the fewest such callers now."""
         ...
 
 
 class PausingEngine(Protocol):
     """An engine that can take new weights in the middle of responses."""
+
+    def abort_generation(self) -> None:
+        """End all responses now; callers get them as far as they are, with the `finish_reason` abort."""
+        ...
 
     def pause_generation(self, recompute_kv_cache: bool) -> None:
         """Hold all responses, and all new requests, until `resume_generation`.

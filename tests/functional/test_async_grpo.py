@@ -7,12 +7,11 @@ import re
 from grpo_replay import read_rollouts
 
 AHEAD = (
-    "policy.generation.colocated.enabled=false",
-    "policy.generation.colocated.resources.gpus_per_node=1",
-    "policy.generation.colocated.resources.num_nodes=1",
     "policy.generation.vllm_cfg.async_engine=true",
     "loss_fn.use_importance_sampling_correction=true",
     "grpo.async_grpo.enabled=true",
+    "grpo.async_grpo.order=finished",
+    "grpo.async_grpo.in_flight_weight_updates=true",
 )
 STEPS = 6
 
@@ -22,10 +21,10 @@ def test_a_run_that_takes_groups_as_they_finish_outlives_an_engine_and_leaves_no
 ):
     run = start_endless_grpo(
         *AHEAD,
+        "policy.generation.colocated.enabled=false",
         "policy.generation.colocated.resources.gpus_per_node=2",
-        "grpo.async_grpo.order=finished",
+        "policy.generation.colocated.resources.num_nodes=1",
         "grpo.async_grpo.max_trajectory_age_steps=2",
-        "grpo.async_grpo.in_flight_weight_updates=true",
         "grpo.async_grpo.recompute_kv_cache_after_weight_updates=true",
         "grpo.val_period=2",
         "grpo.log_rollouts=true",
@@ -56,27 +55,30 @@ def test_a_run_that_takes_groups_as_they_finish_outlives_an_engine_and_leaves_no
     assert all("validation/accuracy" in metrics[step] for step in range(2, STEPS + 1, 2))
 
 
-def test_a_run_that_waits_for_its_rollouts_ends_by_itself_and_says_how_long_training_waited(
+def test_a_run_whose_responses_stop_while_it_trains_ends_by_itself_and_has_trained_on_all_of_its_data(
     run_grpo, model_folder, joined, read_metrics, names_in_trace, tmp_path
 ):
     done = run_grpo(
         f"policy.model_name={model_folder}",
         f"logger.log_dir={tmp_path / 'run'}",
-        "logger.profile_steps=[2]",
+        "logger.profile_steps=[1]",
         *AHEAD,
         f"grpo.max_num_steps={STEPS}",
         "grpo.val_at_start=false",
         "grpo.val_at_end=true",
+        "grpo.log_rollouts=true",
         env=joined(),
     )
     assert done.status == 0, done.stderr
     metrics = read_metrics(tmp_path / "run")
-    assert [metrics[step]["train/avg_trajectory_age"] for step in range(1, STEPS + 1)] == [0] + [1] * (STEPS - 1)
     assert metrics[STEPS]["train/buffer_size"] == 0
+    rollouts = read_rollouts(tmp_path / "run")
+    assert [len(rollouts[step]) for step in range(1, STEPS + 1)] == [4 * 8] * STEPS
     for step in range(1, STEPS + 1):
-        assert metrics[step]["timing/exposed_generation_s"] >= 0
+        assert 0 <= metrics[step]["train/avg_trajectory_age"] <= 1
+        assert metrics[step]["train/token_mult_prob_error"] < (1.001 if step == 1 else 1.5)
         assert metrics[step]["timing/collector/generation_s"] > 0
     assert "validation/accuracy" in metrics[STEPS]
     assert "died" not in done.stderr
-    # The engine's worker is in a process of vLLM's, which serves the next step meanwhile.
-    assert "aten::mm" in names_in_trace(tmp_path / "run" / "traces" / "step_2_engine_0_0.json.gz")
+    # The engine's worker is in a process of vLLM's.
+    assert "aten::mm" in names_in_trace(tmp_path / "run" / "traces" / "step_1_engine_0_0.json.gz")

@@ -62,6 +62,7 @@ class HuggingFaceEngine:
     Attributes:
         temperature_error: The engine divides its logits by so much too much: another model than the policy's.
         logit_noise: Standard deviation of what is added to each of its logits.
+        aborts: Responses end where they are.
         calls: What each call of `generate` gave: prompts, and their completions.
     """
 
@@ -70,6 +71,7 @@ class HuggingFaceEngine:
         self._receiver = SharedMemoryReceiver()
         self.temperature_error = 1.0
         self.logit_noise = 0.0
+        self.aborts = False
         self.calls: list[tuple[Sequence[Sequence[int]], list[list[Completion]]]] = []
 
     def generate(
@@ -99,6 +101,8 @@ class HuggingFaceEngine:
         token_ids: list[int] = []
         logprobs: list[float] = []
         for _ in range(sampling.max_new_tokens):
+            if self.aborts:
+                return Completion(token_ids, logprobs, "abort")
             logits_V = self._model(input_ids=torch.tensor([[*prompt, *token_ids]])).logits[0, -1]
             if self.logit_noise:
                 logits_V = logits_V + self.logit_noise * torch.randn(logits_V.shape, generator=draws)
@@ -150,6 +154,16 @@ class PausableEngine(HuggingFaceEngine):
     ) -> list[list[Completion]]:
         with self._running:
             return super().generate(prompts, sampling, num_samples)
+
+    def generate_each(
+        self, prompts: Sequence[Sequence[int]], samplings: Sequence[SamplingSettings]
+    ) -> list[Completion]:
+        return [self.generate([prompt], each)[0][0] for prompt, each in zip(prompts, samplings, strict=True)]
+
+    def abort_generation(self) -> None:
+        self.aborts = True
+        with self._running:
+            self.aborts = False
 
     def pause_generation(self, recompute_kv_cache: bool) -> None:
         self._running.acquire()
@@ -301,6 +315,17 @@ def collected_ahead(max_age: int) -> tuple[str, ...]:
         "grpo.async_grpo.enabled=true",
         f"grpo.async_grpo.max_trajectory_age_steps={max_age}",
     )
+
+
+def colocated_ahead(max_age: int) -> tuple[str, ...]:
+    """Overrides with which rollouts stop while the policy trains; for a `PausableEngine`."""
+    resources = "policy.generation.colocated.resources"
+    shares = (
+        "policy.generation.colocated.enabled=true",
+        f"{resources}.gpus_per_node=null",
+        f"{resources}.num_nodes=null",
+    )
+    return (*taken_as_finished(max_age), *shares)
 
 
 def no_gpus() -> Mapping[str, Any]:

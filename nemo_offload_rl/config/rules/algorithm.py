@@ -223,21 +223,27 @@ def reward_ranges_are_ascending(cfg: GrpoMasterConfig) -> str | None:
 
 
 def rollouts_can_be_collected_during_training(cfg: GrpoMasterConfig) -> str | None:
-    """Rollouts during training need engines with their own devices, `async_engine` and importance weights."""
+    """Rollouts of older weights need `async_engine`, importance weights, and an order that suits the engines' place."""
     if not cfg.grpo.is_async:
         return None
     generation, told = cfg.policy.generation, "grpo.async_grpo.enabled is true, but"
-    if generation.colocated.enabled:
+    ahead = cfg.grpo.async_grpo
+    if generation.colocated.enabled and ahead is not None and ahead.order == "data":
         return (
             f"{told} policy.generation.colocated.enabled is true too, and engines that share the trainer's devices "
-            "cannot generate while it trains; set that to false, and resources.gpus_per_node and num_nodes"
+            "cannot generate while it trains; set async_grpo.order to finished, so that responses stop meanwhile, or "
+            "colocated.enabled to false, and resources.gpus_per_node and num_nodes"
+        )
+    if generation.colocated.enabled and generation.vllm_cfg.expose_http_server:
+        return (
+            f"{told} policy.generation.colocated.enabled is true too, and calls of agents cannot wait while the policy "
+            "trains; set vllm_cfg.expose_http_server to false, or colocated.enabled to false"
         )
     if not generation.vllm_cfg.async_engine:
         return (
             f"{told} policy.generation.vllm_cfg.async_engine is false, and that engine answers only whole batches, one "
             "after the other; set it to true"
         )
-    ahead = cfg.grpo.async_grpo
     if ahead is not None and ahead.order == "finished" and not ahead.in_flight_weight_updates:
         return (
             "grpo.async_grpo.order is finished, but in_flight_weight_updates is false, so that every update of the "

@@ -108,6 +108,28 @@ class AsyncVllmEngine(VllmEngineBase):
         super().record_logprobs(on)
         self._answers.records_logprobs = self._records_logprobs
 
+    def generate_each(
+        self, prompts: Sequence[Sequence[int]], samplings: Sequence[SamplingSettings]
+    ) -> list[Completion]:
+        """See `OneEngine`; errors as in `generate`."""
+        self.check_ready()
+        check_prompts(prompts, self._settings.max_model_len)
+
+        async def all_of_them() -> list[list[Completion]]:
+            pairs = zip(prompts, samplings, strict=True)
+            return await asyncio.gather(*(self._one(prompt, self.effective(each), 1, 0) for prompt, each in pairs))
+
+        return [completion for (completion,) in self._wait(all_of_them())]
+
+    def abort_generation(self) -> None:
+        """See `PausingEngine`."""
+
+        async def abort() -> None:
+            await self._engine.pause_generation(mode="abort", clear_cache=False)
+            await self._engine.resume_generation()
+
+        self._wait(abort())
+
     def pause_generation(self, recompute_kv_cache: bool) -> None:
         """See `PausingEngine`."""
         with self._pausing:

@@ -16,6 +16,7 @@ from local_grpo import (
     KnownRewards,
     PausableEngine,
     collected_ahead,
+    colocated_ahead,
     local_grpo,
     make_prompts,
     taken_as_finished,
@@ -69,6 +70,8 @@ def test_with_an_age_of_zero_a_run_is_the_synchronous_run_bit_by_bit(tmp_path, m
     finished = run(tmp_path / "finished", model, *taken_as_finished(0), *validated, engine=PausableEngine(), **parts)
     assert numbers(collected) == numbers(in_turn)
     assert numbers(finished) == numbers(in_turn)
+    colocated = run(tmp_path / "colocated", model, *colocated_ahead(0), *validated, engine=PausableEngine(), **parts)
+    assert numbers(colocated) == numbers(in_turn)
     assert len({record["train/loss"] for record in collected.values() if "train/loss" in record}) == STEPS
     assert {record.get("train/avg_trajectory_age", 0) for record in collected.values()} == {0}
 
@@ -174,6 +177,49 @@ def test_a_slow_group_holds_up_no_other_is_trained_on_once_and_comes_again_after
     for record in whole.values():
         assert record["train/trained_length_mean"] == record["train/mean_response_tokens"]
         assert 1 <= record["train/sampled_length_mean"] <= 6
+
+
+class Stopping(PausableEngine):
+    """Begins the answers to the first prompt and is stopped in their middle; asleep, it is not asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_awake = True
+        self.parts: list[Completion] = []
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingSettings, num_samples: int = 1
+    ) -> list[list[Completion]]:
+        assert self.is_awake
+        groups = super().generate(prompts, sampling, num_samples)
+        self.parts += [one for group in groups for one in group if one.finish_reason == "abort"]
+        return groups
+
+    def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
+        self.is_awake = True
+
+    def finish_generation(self, discard_weights: bool) -> None:
+        self.is_awake = False
+
+
+def test_responses_that_share_the_device_stop_while_the_policy_trains_and_go_on_with_its_new_weights(tmp_path, model):
+    engine = Stopping()
+    keys = (*colocated_ahead(2), "grpo.log_rollouts=true", "grpo.val_period=2", "grpo.max_val_samples=2")
+    metrics = run(tmp_path, model, *keys, engine=engine, validation=make_prompts([MIXED] * 2))
+    assert list(metrics) == [*range(1, STEPS + 1)]
+    assert all(0 <= record["train/avg_trajectory_age"] <= 2 for record in metrics.values())
+    assert metrics[1]["train/token_mult_prob_error"] == pytest.approx(1, abs=1e-5)
+    rollouts = [rollout for step in read_rollouts(tmp_path).values() for rollout in step]
+    assert len(rollouts) == STEPS * 2 * 4
+    begun = [part for part in engine.parts if part.token_ids]
+    assert begun and engine.parts  # some were stopped in the middle, some before their first token
+    for part in begun:
+        size = len(part.token_ids)
+        goes_on = [
+            rollout for rollout in rollouts
+            if rollout["token_ids"][:size] == part.token_ids and rollout["generation_logprobs"][:size] == part.logprobs
+        ]  # fmt: skip
+        assert goes_on and all(size < len(rollout["token_ids"]) <= 6 for rollout in goes_on)
 
 
 class Failing(KnownRewards):

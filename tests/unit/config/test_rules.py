@@ -38,6 +38,8 @@ OWN_DEVICES = (
     "policy.generation.colocated.resources.gpus_per_node=1",
     "policy.generation.colocated.resources.num_nodes=1",
 )
+FINISHED = ["grpo.async_grpo.order=finished", "grpo.async_grpo.in_flight_weight_updates=true"]
+SERVED = ["policy.generation.vllm_cfg.expose_http_server=true"]
 AHEAD = [*OWN_DEVICES, "grpo.async_grpo.enabled=true", "policy.generation.vllm_cfg.async_engine=true"]
 BOUNDED = "loss_fn.truncated_importance_sampling_ratio=2"
 
@@ -264,7 +266,11 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
         (["checkpointing.checkpoint_must_save_by='0:0:0:0'"], "is '0:0:0:0'"),
     ],
     "rollouts_can_be_collected_during_training": [
-        (["grpo.async_grpo.enabled=true", WEIGHTED], "colocated.enabled is true too"),
+        (["grpo.async_grpo.enabled=true", WEIGHTED], "set async_grpo.order to finished"),
+        (
+            [*AHEAD, WEIGHTED, *FINISHED, "policy.generation.colocated.enabled=true", *SERVED],
+            "calls of agents cannot wait",
+        ),
         (["grpo.async_grpo.enabled=true", WEIGHTED, *OWN_DEVICES], "async_engine is false"),
         ([*AHEAD, WEIGHTED, "grpo.use_dynamic_sampling=true"], "turn one of them off"),
         (AHEAD, "use_importance_sampling_correction is false"),

@@ -166,6 +166,7 @@ def test_a_response_under_way_goes_on_with_new_weights_and_what_is_asked_meanwhi
         engine.start(engine_settings(tmp_path, async_engine=True))
         for recomputes in (True, False):
             check_weights_in_flight(engine, recomputes)
+        check_aborted(engine)
 
 
 def check_weights_in_flight(engine: EngineProcess, recomputes: bool) -> None:
@@ -199,6 +200,35 @@ def check_weights_in_flight(engine: EngineProcess, recomputes: bool) -> None:
     for last, begun_later in ((2, late), (3, later)):
         logits = new(torch.tensor([[*shared, last, *begun_later.token_ids]])).logits[0, len(shared) : -1]
         assert_close(torch.tensor(begun_later.logprobs), logprobs_of(logits, begun_later.token_ids))
+
+
+def check_aborted(engine: EngineProcess) -> None:
+    """What an aborted call gives back begins the whole responses, with right logprobs, and can be continued."""
+    model, prompts = make_family("qwen3", 2), PROMPTS[:2]
+    sampling = SamplingSettings(max_new_tokens=200, temperature=1.0, seed=3)
+    whole = engine.generate(prompts, sampling, 2)
+    wait_s, groups = 0.05, whole
+    while not any(one.finish_reason == "abort" and one.token_ids for group in groups for one in group):
+        engine.begin("generate", prompts, sampling, 2)
+        time.sleep(wait_s)
+        engine.call("abort_generation")
+        groups = engine.ended()
+        wait_s *= 0.7 if any(one.finish_reason == "length" for group in groups for one in group) else 2
+    begun = [(prompt, said) for prompt, group in zip(prompts, groups, strict=True) for said in group]
+    rest = engine.call(
+        "generate_each",
+        [prompt + said.token_ids for prompt, said in begun],
+        [replace(GREEDY, max_new_tokens=201 - len(said.token_ids)) for _, said in begun],
+    )
+    all_whole = [one for group in whole for one in group]
+    for (prompt, said), more, one in zip(begun, rest, all_whole, strict=True):
+        num_said = len(said.token_ids)
+        assert said.token_ids == one.token_ids[:num_said]
+        token_ids = said.token_ids + more.token_ids
+        assert len(token_ids) == 201
+        logits = model(torch.tensor([prompt + token_ids])).logits[0, len(prompt) - 1 : -1]
+        assert_close(torch.tensor(said.logprobs), logprobs_of(logits[:num_said], said.token_ids))
+        assert more.token_ids == logits[num_said:].argmax(-1).tolist()
 
 
 def logprobs_of(logits: torch.Tensor, token_ids: list[int]) -> torch.Tensor:

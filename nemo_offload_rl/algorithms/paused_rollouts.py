@@ -1,0 +1,134 @@
+"""Rollouts that share devices with the policy: they stop while it trains, and go on with its new weights.
+
+A gate is open while the engines generate. When a step has its rollouts, the gate shuts and the engines give back all
+responses as far as they are. Once the gate opens again, each is continued: prompt and tokens so far are the new prompt.
+Tokens keep the logprobs with which they were sampled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from nemo_offload_rl.algorithms.rollout_sampler import AwakeEngine
+from nemo_offload_rl.errors import WorkerDiedError
+from nemo_offload_rl.keys.generation import SamplingSettings
+from nemo_offload_rl.protocols.engine import Completion, OneEngine, PausingEngine
+
+_ABORTED = "abort"
+_ASK_AGAIN_S = 0.2
+
+
+class Gate:
+    """Lets calls to the engines pass while it is open, and counts them; it is shut at first."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._is_open = False
+        self._is_over = False
+        self._num_inside = 0
+
+    @contextmanager
+    def passing(self) -> Generator[None]:
+        """Wait until the gate is open, then be inside.
+
+        Raises:
+            WorkerDiedError: The run has ended.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_open or self._is_over)
+            if self._is_over:
+                raise WorkerDiedError("the run ends before these rollouts")
+            self._num_inside += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_inside -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def open_for(self, engines: PausingEngine) -> Generator[None]:
+        """Open the gate; afterwards shut it and have the engines give back what they generate.
+
+        Raises:
+            WorkerDiedError: An engine has ended.
+        """
+        self._set(is_open=True)
+        try:
+            yield
+        finally:  # also after an error, whose engine may be dead
+            self._set(is_open=False)
+        is_empty = False
+        while not is_empty:  # a call may reach its engine after the others were aborted
+            engines.abort_generation()
+            with self._changed:
+                is_empty = self._changed.wait_for(lambda: self._num_inside == 0, _ASK_AGAIN_S)
+
+    def end(self) -> None:
+        """Let nobody pass any more, and end those that wait."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+    def _set(self, *, is_open: bool) -> None:
+        with self._changed:
+            self._is_open = is_open
+            self._changed.notify_all()
+
+
+class ContinuingEngine:
+    """A `ServingEngine` that continues aborted responses once its gate is open again.
+
+    Args:
+        engine: Generates.
+        awake: Times calls, and tells if the engine was restarted.
+        gate: See `Gate`.
+    """
+
+    def __init__(self, engine: OneEngine, awake: AwakeEngine, gate: Gate) -> None:
+        self._engine = engine
+        self._awake = awake
+        self._gate = gate
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingSettings, num_samples: int, *, phase: str
+    ) -> list[list[Completion]]:
+        """See `ServingEngine`."""
+        groups = self.serve(lambda: self._engine.generate(prompts, sampling, num_samples), phase=phase)
+        found = [completion for group in groups for completion in group]
+        while rows := [row for row, one in enumerate(found) if one.finish_reason == _ABORTED]:
+            kept = [_kept(found[row], sampling) for row in rows]
+            asked = [[*prompts[row // num_samples], *said.token_ids] for row, said in zip(rows, kept, strict=True)]
+            samplings = [_rest_of(sampling, row, said) for row, said in zip(rows, kept, strict=True)]
+            more = self.serve(lambda: self._engine.generate_each(asked, samplings), phase=phase)  # noqa: B023
+            for row, said, rest in zip(rows, kept, more, strict=True):
+                found[row] = Completion(
+                    [*said.token_ids, *rest.token_ids], [*said.logprobs, *rest.logprobs], rest.finish_reason
+                )
+        return [found[start : start + num_samples] for start in range(0, len(found), num_samples)]
+
+    def serve[Result](self, work: Callable[[], Result], *, phase: str) -> Result:
+        """See `ServingEngine`; the time until the gate is open does not count."""
+        with self._gate.passing():
+            return self._awake.serve(work, phase=phase)
+
+
+def _kept(aborted: Completion, sampling: SamplingSettings) -> Completion:
+    """Leave out the last tokens if a stop string may have begun in them, since the engine looks at new tokens only."""
+    overlap = max((len(stop) for stop in sampling.stop_strings), default=0)
+    size = max(0, min(len(aborted.token_ids) - overlap, sampling.max_new_tokens - 1))
+    return replace(aborted, token_ids=aborted.token_ids[:size], logprobs=aborted.logprobs[:size])
+
+
+def _rest_of(sampling: SamplingSettings, row: int, said: Completion) -> SamplingSettings:
+    """Return the sampling of what is left of a response, with a seed of its own."""
+    size = len(said.token_ids)
+    seed = sampling.seed
+    if seed is not None:
+        digest = hashlib.blake2b(f"{seed}:{row}:{size}".encode(), digest_size=8).digest()
+        seed = int.from_bytes(digest, "big") >> 1
+    return replace(sampling, max_new_tokens=sampling.max_new_tokens - size, seed=seed)
