@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import yaml
 
+from nemo_offload_rl.backends.dtensor import torch_optim
 from nemo_offload_rl.backends.dtensor.activation_offload import host_bytes_at_most
 from nemo_offload_rl.backends.hf.model_folder import WEIGHT_PATTERNS, local_config, local_folder, local_model_config
 from nemo_offload_rl.keys.master import (
@@ -415,16 +416,21 @@ class Account:
 
     @property
     def _update_bytes(self) -> int:
-        """Temporary bytes of the optimizer's step, in which torch updates one parameter after the other.
+        """Temporary bytes of the optimizer's step on DTensor; a fused kernel has none.
 
-        A fused kernel has none; AdamW without it makes two tensors of the parameter's size. Counted for the embedding.
+        Without it Adam makes a tensor of each parameter's size, for all parameters together (`foreach`) or one after
+        the other, then two. Other optimizers of torch make fewer.
         """
-        policy, elements = self.cfg.policy, (self.shape.vocab_size or 0) * (self.shape.hidden_size or 0)
-        optimizer, backend = policy.optimizer, policy.backend
+        optimizer, backend = self.cfg.policy.optimizer, self.cfg.policy.backend
         is_whole = not isinstance(backend, MegatronConfig) and not backend.streams_parameters and not self.has_adapters
-        if optimizer is None or not is_whole or optimizer.kwargs.get("fused"):
+        if optimizer is None or not is_whole or torch_optim.fuses(optimizer):
             return 0
-        return 2 * COMPUTE_DTYPES["float32"].itemsize * elements // self.cfg.cluster.world_size
+        embedding_bytes = (
+            COMPUTE_DTYPES["float32"].itemsize * self._elements.in_embedding // self.cfg.cluster.world_size
+        )
+        if backend.streams_in_parts or not optimizer.kwargs.get("foreach", "fused" not in optimizer.kwargs):
+            return 2 * embedding_bytes
+        return self.groups[PARAMS]
 
     @property
     def _refit_buffer_bytes(self) -> int:

@@ -102,7 +102,7 @@ class DTensorBackend:
                 self._activations.attach(self._built.layers)
         spec = torch_optim.optimizer_spec(settings.optimizer, on_gpu=on_gpu)
         groups = torch_optim.param_groups(settings.optimizer, self._named_trainable())
-        self._optimizer = torch_optim.build_optimizer(settings.optimizer, groups)
+        self._optimizer = torch_optim.build_optimizer(settings.optimizer, groups, on_gpu=on_gpu)
         self._schedule = Schedule(settings.scheduler_phases, self._optimizer)
         self._parts = optim.divide(self._parameters, spec, settings.dtensor_cfg, self._built.parts)
         self._passing: PassingParts | None = None

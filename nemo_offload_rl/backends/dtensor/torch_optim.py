@@ -7,6 +7,7 @@ They take milliseconds, so they run before anything is started.
 from __future__ import annotations
 
 import importlib
+import inspect
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
@@ -129,18 +130,31 @@ def param_groups(settings: OptimizerConfig, parameters: NamedParameters) -> list
 
 
 def build_optimizer(
-    settings: OptimizerConfig, parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+    settings: OptimizerConfig, parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]], *, on_gpu: bool = False
 ) -> Optimizer:
     """Build the optimizer that `policy.optimizer` names, over parameters or groups of them.
+
+    On a GPU it uses torch's fused kernel if there is one and the configuration does not choose: torch's own choice,
+    `foreach`, makes a temporary tensor for each parameter (Adam), as much memory as all parameters take.
 
     Raises:
         ConfigError: The name is no optimizer, or the optimizer refuses these parameters or arguments.
     """
     cls = class_by_name("policy.optimizer.name", settings.name, Optimizer)
+    kernel = {"fused": True} if on_gpu and fuses(settings) and "fused" not in settings.kwargs else {}
     try:
-        return cls(list(parameters), **settings.kwargs)
+        return cls(list(parameters), **settings.kwargs, **kernel)
     except REFUSALS as error:
         raise does_not_fit("policy.optimizer", settings.name, error) from error
+
+
+def fuses(settings: OptimizerConfig) -> bool:
+    """Tell whether a fused kernel updates the parameters on a GPU: by choice, or by default for torch's optimizers."""
+    if settings.kwargs.keys() & {*_IMPLEMENTATIONS, "differentiable"}:
+        return bool(settings.kwargs.get("fused"))
+    package, _, name = settings.name.rpartition(".")
+    cls = getattr(torch.optim, name, None) if package == "torch.optim" else None
+    return cls is not None and "fused" in inspect.signature(cls).parameters
 
 
 def class_by_name(key: str, dotted: str, base: type) -> Any:

@@ -63,6 +63,17 @@ def test_a_driver_on_a_machine_with_gpus_tries_an_optimizer_without_asking_them(
     assert asked  # what it would have done
 
 
+def test_a_gpu_gets_the_fused_kernel_where_there_is_one_and_nothing_else_is_chosen():
+    def kernel(name, **kwargs):
+        made = build_optimizer(torch_optimizer(name, lr=1.0, **kwargs), [nn.Parameter(torch.ones(2))], on_gpu=True)
+        return made.param_groups[0].get("fused"), made.param_groups[0]["foreach"]
+
+    assert kernel("AdamW") == kernel("SGD", fused=True) == (True, None)
+    assert kernel("AdamW", foreach=True) == (None, True)
+    assert kernel("AdamW", fused=False) == (False, None)
+    assert kernel("RMSprop") == (None, None)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("optim") / "model"
