@@ -56,9 +56,14 @@ def length_of(prompt: Sequence[int], seed: int | None, number: int, longest: int
     return max(1, min(longest, round(longest / 8 * math.exp(SIGMA * NormalDist().inv_cdf(share)))))
 
 
-def cut_responses() -> None:
-    """Have engines cut each response at its length; in the driver's process, before engines are made."""
+def cut_responses(async_engine: bool) -> None:
+    """Have engines cut each response at its length; in the driver's process, before engines are made.
+
+    Args:
+        async_engine: Engines are asynchronous, so that several threads may call them.
+    """
     from nemo_offload_rl.distributed.generation_engine import OneRayEngine, RayGenerationEngine
+    from nemo_offload_rl.generation.vllm.async_engine import AsyncVllmEngine
     from nemo_offload_rl.protocols.engine import Completion
 
     plain_each = OneRayEngine.generate_each
@@ -94,8 +99,20 @@ def cut_responses() -> None:
         return remember(prompts, limits, plain_each(self, prompts, limited))
 
     def of_all(self: Any, prompts: Any, sampling: Any, num_samples: int = 1) -> list[list[Completion]]:
+        limited = limited_samplings(prompts, sampling, num_samples)
+        if async_engine:
+            size = self._group.world_size
+            shares = [range(number, len(prompts), size) for number in range(size)]
+            rows = [[prompts[place] for place in share for _ in range(num_samples)] for share in shares]
+            each = [[one for place in share for one in limited[place]] for share in shares]
+            answers = self._group.run_each(AsyncVllmEngine.generate_each, list(zip(rows, each, strict=True)))
+            found: list[Any] = [None] * len(prompts)
+            for number, share in enumerate(answers):
+                for place in range(len(share) // num_samples):
+                    found[number + place * size] = share[place * num_samples : (place + 1) * num_samples]
+            return found
         groups: list[list[Any]] = [[None] * num_samples for _ in prompts]
-        for finished in self.generate_as_finished(prompts, limited_samplings(prompts, sampling, num_samples)):
+        for finished in self.generate_as_finished(prompts, limited):
             for place, number, answer in finished:
                 groups[place][number] = answer
         return groups
@@ -105,7 +122,7 @@ def cut_responses() -> None:
 
 def run_side(overrides: Sequence[str]) -> None:
     """Run GRPO in this process, which ends."""
-    cut_responses()
+    cut_responses(async_engine="policy.generation.vllm_cfg.async_engine=true" in overrides)
     from nemo_offload_rl.runs.loading import load_grpo_config
     from nemo_offload_rl.runs.rollouts import run_grpo
     from nemo_offload_rl.utils.cli import ending_process
