@@ -12,7 +12,11 @@ from torch.distributed import distributed_c10d
 
 
 class AbortableGloo(dist.ProcessGroupGloo):
-    """Ends all collectives with an error, here and on connected ranks, when it is aborted.
+    """Ends this rank's collectives with an error when it is aborted; the other ranks wait until they abort too.
+
+    An abort ends only the reading of a connection. Gloo waits forever for a send whose write failed or was not finished
+    (`Pair::signalException` leaves those out), so writes must succeed on both ranks until gloo has closed its end, and
+    messages must fit into the sockets' buffers.
 
     No other thread may open sockets while one is made.
     """
@@ -20,17 +24,21 @@ class AbortableGloo(dist.ProcessGroupGloo):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         before = _sockets()
         super().__init__(*args, **kwargs)
-        self._sockets = {name: number for name, number in _sockets().items() if name not in before}
+        # Copies of gloo's: after gloo has closed its own, the other rank can still write.
+        self._connections: list[socket.socket] = []
+        for name, number in _sockets().items():
+            if name not in before:
+                copy = socket.socket(fileno=os.dup(number))
+                if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    copy.close()  # it listens, also for later groups
+                else:
+                    self._connections.append(copy)
         _ALL.append(self)  # torch would forget the subclass
 
     def abort(self) -> None:
-        now = _sockets()
-        for name, number in self._sockets.items():
-            if now.get(name) != number:
-                continue  # closed
-            with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
-                connection.getpeername()  # raises for the one that listens
-                connection.shutdown(socket.SHUT_RDWR)
+        for connection in self._connections:
+            with suppress(OSError):  # the other rank has ended
+                connection.shutdown(socket.SHUT_RD)
 
 
 _ALL: list[AbortableGloo] = []

@@ -91,6 +91,7 @@ def loads_under_other_layouts(process, folder, saved, key, sizes, **changes):
 
 
 def check_data_parallel(process, root, cgroup, fallback):
+    an_abort_ends_the_collectives_of_its_rank_only(process)
     host_memory_is_settled_together(process, f"{root}/qwen3-tied", cgroup, fallback)
     holds_a_shard_and_one_tensor_at_most(process, f"{root}/qwen3-bf16")
     # Ranks whose rows differ in length need the same number of micro-batches.
@@ -103,6 +104,21 @@ def check_data_parallel(process, root, cgroup, fallback):
     small_micro_batches_on_one_rank_are_small_on_all(process, f"{root}/qwen3-tied")
     moments = (0, "forward"), (1, "backward"), (0, "last")
     goes_on_after_one_rank_ran_out_of_memory(process, f"{root}/qwen3-tied", moments, num_copies=2)
+
+
+def an_abort_ends_the_collectives_of_its_rank_only(process):
+    """As NCCL's abort does, so that only the thread of `Peers` can end those of the other ranks."""
+    group = torch.distributed.new_group()
+    communicator = group._get_backend(torch.device("cpu"))
+    if process.rank == 0:
+        communicator.abort()
+    torch.distributed.barrier()
+    if process.rank == 1:
+        sending = torch.distributed.isend(torch.zeros(1), 0, group)
+        communicator.abort()
+        with pytest.raises(RuntimeError, match="closed"):
+            sending.wait()
+    torch.distributed.destroy_process_group(group)
 
 
 def small_micro_batches_on_one_rank_are_small_on_all(process, folder):
