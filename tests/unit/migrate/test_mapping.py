@@ -52,6 +52,7 @@ AHEAD = {
 }
 ONE_AHEAD = {
     "enabled": True,
+    "order": "data",
     "max_trajectory_age_steps": 1,
     "in_flight_weight_updates": False,
     "recompute_kv_cache_after_weight_updates": False,
@@ -354,7 +355,7 @@ MOE = {**MEGATRON, "policy__model_name": "Qwen/Qwen3-30B-A3B"}
         ({**AHEAD, "async_rl__sampler": {"name": "in_order", "max_lookahead_versions": 2},
           "async_rl__recompute_kv_cache_after_weight_updates": True, "async_rl__max_inflight_prompts": 4},
          "grpo.async_grpo",
-         {"enabled": True, "max_trajectory_age_steps": 2, "in_flight_weight_updates": True,
+         {**ONE_AHEAD, "max_trajectory_age_steps": 2, "in_flight_weight_updates": True,
           "recompute_kv_cache_after_weight_updates": True}),
         ({**AHEAD, "async_rl__sampler": {"name": "windowed", "max_staleness_versions": 3}}, "grpo.async_grpo.order",
          "finished"),
