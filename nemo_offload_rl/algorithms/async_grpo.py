@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 def with_lookahead(parts: RolloutParts) -> RolloutParts:
-    """Return the parts for several threads: batches are drawn before they are used, and environments may overlap."""
+    """Return the parts for several threads, with a loader that reads ahead and environments that threads share."""
     environments = {
         name: each if isinstance(each, AgentEnvironment) else for_threads(each)
         for name, each in parts.environments.items()
@@ -148,7 +148,7 @@ class RolloutsAhead:
         return engine
 
     def metrics(self, groups: SampledGroups) -> dict[str, float]:
-        """Return the age of a step's rollouts, the number of prompts whose rollouts wait, and the bias of lengths."""
+        """Return the age of a step's rollouts, how many prompts have rollouts that wait, and mean lengths."""
         found = {"avg_trajectory_age": float(groups.age), "buffer_size": float(self._running.num_waiting)}
         if self._by_group:
             found["trained_length_mean"] = groups.trained.response_lengths().float().mean().item()
@@ -156,7 +156,7 @@ class RolloutsAhead:
         return found
 
     def _sampled_length(self) -> float:
-        """Mean length in the newest batch whose groups have all finished; without one, of all finished groups."""
+        """Return the mean length of responses in the newest batch that is complete, or in all groups if no batch is."""
         finished = self._lengths[:]
         sizes = Counter(batch for batch, _ in finished)
         whole = max((batch for batch, size in sizes.items() if size == self._num_prompts), default=None)
@@ -175,9 +175,12 @@ class RolloutsAhead:
 
     @contextmanager
     def _serving(self, timer: PhaseTimer, number: int) -> Generator[ServingEngine]:
-        """Yield what a part is drawn from: all engines number `number`, or one of them."""
+        """Yield the engine that draws a part: one of the group with order `finished`, else the whole group.
 
-        # The number is from when the rollouts began: the engine may be restarted before this thread runs.
+        Calls raise `WorkerDiedError` once the group was restarted more often than `number` times.
+        """
+
+        # `number` was read as the rollouts began, since a restart may come before this thread runs.
         def is_the_same() -> bool:
             return self._loop.engine.num_restarts == number
 

@@ -37,7 +37,7 @@ class AwakeEngine:
     """Serves an engine that is already awake with the right weights; the caller restarts an engine that dies.
 
     Args:
-        engine: All engines, or one of them.
+        engine: A group of engines, or a single engine of a group.
         timer: Gets the phases.
         is_the_same: Tells whether the engine has not been restarted since.
     """

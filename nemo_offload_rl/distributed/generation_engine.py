@@ -24,7 +24,7 @@ from nemo_offload_rl.protocols.engine import Completion, Finished
 from nemo_offload_rl.protocols.refit import RefitGroupAddress, WeightBucket
 
 _MAX_REQUESTS_IN_FLIGHT = 256
-_KEPT_FREE = 64  # of them, for other calls than generation
+_KEPT_FREE = 64  # requests in flight that are left to calls other than generation
 _WAIT_S = 2.0
 _CALLS_AHEAD = 2
 

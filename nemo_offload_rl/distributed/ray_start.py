@@ -137,8 +137,8 @@ def start_ray(settings: ClusterConfig, log_to_driver: bool) -> list[psutil.Proce
     # At 15, Ray's default, other programs of the machine go first. With two busy loops on 2 CPUs the engine was ready
     # after 464 s and three steps took 17.0 s; at 0 after 60 s, and they took 5.1 s.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    # Ray would start a process for each core, which no run uses: their environment is not that of its workers. Each has
-    # 45 MiB of its own.
+    # Keeps Ray from starting one idle process a core, of 45 MiB each. No run can use them: workers of a run need other
+    # environment variables, so Ray starts processes of their own for them.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     # Ray gives up a host that does not answer for 15 s, as a busy one may. `Daemons` sees here whether a process ended.
     os.environ.setdefault("RAY_health_check_failure_threshold", "100")

@@ -187,7 +187,7 @@ class RayWorkerGroup:
         return self._results(PendingCall(name, tuple(refs)))
 
     def run_on[**P, R](self, rank: int, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call `method` on one rank; errors are those of a call of all ranks."""
+        """Call `method` on one rank and return its result; raises the same errors as `run_all`."""
         actors = self._actors  # another thread may shut the workers down
         self.wait_until_ready()
         ref = actors[rank].call.remote(method.__name__, (args, kwargs))

@@ -149,7 +149,10 @@ def build_optimizer(
 
 
 def fuses(settings: OptimizerConfig) -> bool:
-    """Tell whether a fused kernel updates the parameters on a GPU: by choice, or by default for torch's optimizers."""
+    """Tell whether torch's fused kernel updates parameters on a GPU.
+
+    Where `policy.optimizer.kwargs` names no implementation, it is used for every optimizer of torch that has one.
+    """
     if settings.kwargs.keys() & {*_IMPLEMENTATIONS, "differentiable"}:
         return bool(settings.kwargs.get("fused"))
     package, _, name = settings.name.rpartition(".")

@@ -223,7 +223,7 @@ def reward_ranges_are_ascending(cfg: GrpoMasterConfig) -> str | None:
 
 
 def rollouts_can_be_collected_during_training(cfg: GrpoMasterConfig) -> str | None:
-    """Rollouts of older weights need `async_engine`, importance weights, and an order that suits the engines' place."""
+    """Asynchronous GRPO needs `async_engine` and importance weights, and on the policy's devices order `finished`."""
     if not cfg.grpo.is_async:
         return None
     generation, told = cfg.policy.generation, "grpo.async_grpo.enabled is true, but"

@@ -137,7 +137,7 @@ class LogprobRecorder:
         return np.split(logprobs, ends[:-1]) if responses else []
 
     def _numbers_of(self, requests: Sequence[str]) -> NDArray[np.int32]:
-        """Return a number for each request, which no other one gets."""
+        """Return a number for each request; no number is used twice."""
         if self._gone:
             running = set(requests)
             for request in self._gone:
@@ -152,7 +152,7 @@ class LogprobRecorder:
         return np.fromiter(map(self._numbers.__getitem__, requests), np.int32, len(requests))
 
     def _forget(self, request: str) -> int:
-        """Return the number of a request, which is no longer its own."""
+        """Take the number away from a request and return it; `_UNKNOWN` if the request has none."""
         if (name := self._ids.pop(request, None)) is None:
             return _UNKNOWN
         number, self._numbers[name] = self._numbers[name], _UNKNOWN
