@@ -197,6 +197,13 @@ _THEIRS = "grpo.async_grpo"
 _SINGLE = "async_rl"
 _NAMES = ("max_trajectory_age_steps", "in_flight_weight_updates", "recompute_kv_cache_after_weight_updates")
 _CORRECTION = "loss_fn.use_importance_sampling_correction"
+# By name: the key of the bound, the order here, and what differs.
+_SAMPLERS = {
+    "in_order": ("max_lookahead_versions", "data", ""),
+    "weight_fifo": ("max_staleness_versions", "data", "; batches of the first weights are not mixed"),
+    "windowed": ("max_staleness_versions", "finished", "; groups at the bound are waited for, not dropped"),
+    "ready_first": ("max_staleness_versions", "finished", "; groups at the bound are waited for, not trained on later"),
+}
 _SCHEDULE_ONLY = (
     "min_groups_for_streaming_train", "max_inflight_prompts", "max_buffered_rollouts", "diagnostics",
     "stall_watchdog", "generation_fleet_health", "generation_router",
@@ -229,11 +236,14 @@ def _single_controller(draft: Draft) -> None:
         return
     key, sampler = f"{_SINGLE}.sampler", draft.section(f"{_SINGLE}.sampler")
     kind = sampler.get("name", "in_order")
-    bounds = {"in_order": "max_lookahead_versions", "windowed": "max_staleness_versions"}
-    if kind not in bounds:
-        draft.missing(key, f"rollouts taken as they come, of any age ({kind})")
+    if kind not in _SAMPLERS:
+        draft.missing(key, f"a sampler of your own ({sampler.get('target', kind)})")
         return
-    ahead = sampler.get(bounds[kind], 1)
+    if sampler.get("sample_freshest_first", False):
+        draft.missing(f"{key}.sample_freshest_first", "the newest rollouts first; here the oldest are")
+        return
+    bound, order, differs = _SAMPLERS[kind]
+    ahead = sampler.get(bound, 1)
     if ahead == 0:
         draft.ignore(_SINGLE, "without lookahead a step trains on rollouts of its own weights, as every step does here")
         return
@@ -252,7 +262,7 @@ def _single_controller(draft: Draft) -> None:
     ours = {
         "enabled": True,
         "max_trajectory_age_steps": ahead,
-        **({"order": "finished"} if kind == "windowed" else {}),
+        **({"order": order} if order == "finished" else {}),
         "in_flight_weight_updates": True,
         "recompute_kv_cache_after_weight_updates": draft.get(f"{_SINGLE}.{_NAMES[2]}", False),
     }
@@ -261,8 +271,7 @@ def _single_controller(draft: Draft) -> None:
     for name in draft.section(_SINGLE):
         path = f"{_SINGLE}.{name}"
         if name == "sampler":
-            late = "" if kind == "in_order" else "; groups at the bound are waited for, not dropped"
-            draft.ignore(path, f"becomes {_THEIRS} with max_trajectory_age_steps={ahead}{late}")
+            draft.ignore(path, f"becomes {_THEIRS} with max_trajectory_age_steps={ahead} and order={order}{differs}")
         elif name == _NAMES[2]:
             draft.ignore(path, f"becomes {_THEIRS}.{name}")
         elif name == "rollout_failure":

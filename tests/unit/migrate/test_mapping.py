@@ -359,6 +359,10 @@ MOE = {**MEGATRON, "policy__model_name": "Qwen/Qwen3-30B-A3B"}
           "recompute_kv_cache_after_weight_updates": True}),
         ({**AHEAD, "async_rl__sampler": {"name": "windowed", "max_staleness_versions": 3}}, "grpo.async_grpo.order",
          "finished"),
+        ({**AHEAD, "async_rl__sampler": {"name": "ready_first", "max_staleness_versions": 2}}, "grpo.async_grpo",
+         {**ONE_AHEAD, "order": "finished", "max_trajectory_age_steps": 2, "in_flight_weight_updates": True}),
+        ({**AHEAD, "async_rl__sampler": {"name": "weight_fifo"}}, "grpo.async_grpo",
+         {**ONE_AHEAD, "in_flight_weight_updates": True}),
         ({"policy__generation__vllm_cfg__env_vars": {"NCCL_ALGO": "Ring"}}, "grpo.seed", 7),
         ({**MEGATRON, "policy__megatron_cfg__moe_token_dispatcher_type": "flex"},
          "policy.megatron_cfg.moe_token_dispatcher_type", "alltoall"),
@@ -437,8 +441,10 @@ def test_what_counts_of_a_message_depends_on_whether_the_prompt_has_the_speakers
 @pytest.mark.parametrize(
     ("algorithm", "changes", "feature"),
     [
-        ("grpo", {"async_rl__sampler": {"name": "ready_first"}},
-         "rollouts taken as they come, of any age (ready_first)"),
+        ("grpo", {"async_rl__sampler": {"name": "custom", "target": "mine:Sampler"}},
+         "a sampler of your own (mine:Sampler)"),
+        ("grpo", {**AHEAD, "async_rl__sampler": {"name": "windowed", "sample_freshest_first": True}},
+         "the newest rollouts first; here the oldest are"),
         ("grpo", {"async_rl__max_buffered_rollouts": 3},
          "rollouts of older weights without loss_fn.use_importance_sampling_correction"),
         ("grpo", {**AHEAD, "async_rl__rollout_failure": {"max_skipped_prompts": 1}},
