@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -44,10 +44,13 @@ class Peers:
 
     Args:
         device: Device of the passes; its communicators are aborted and made anew.
+        groups: Process groups that every training pass communicates in.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, groups: Sequence[dist.ProcessGroup] = ()) -> None:
         self._device = device
+        self._groups = [group for group in groups if group.size() > 1]
+        self._is_connected = False
         self._exchange: Any = dist.new_group(backend="gloo")
         # A copy has its own connection: the thread must not wait for others that use the store.
         self._store: Any = distributed_c10d._get_default_store().clone()  # pyright: ignore[reportAttributeAccessIssue]
@@ -68,7 +71,9 @@ class Peers:
         return self._has_aborted
 
     def begin_pass(self) -> None:
-        """Begin to watch for the failure of another rank."""
+        """Begin to watch for the failure of another rank; after a connection, a collective."""
+        if not self._is_connected:
+            self._connect()
         self._pass_is_over.clear()
         self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
         self._thread.start()
@@ -133,7 +138,7 @@ class Peers:
         except (RuntimeError, TypeError, StopIteration) as error:
             raise LostConnectionError(f"communicators could not be made anew ({error})") from error
         self._num_connections += 1
-        self._has_aborted = False
+        self._has_aborted = self._is_connected = False
 
     def close(self) -> None:
         """Destroy the group of the exchange."""
@@ -147,6 +152,16 @@ class Peers:
     def _name(self) -> str:
         """Name of the present connections, unique among all of this process."""
         return f"{self._exchange.group_name}/{self._num_connections}"
+
+    def _connect(self) -> None:
+        """Have each group of the passes connect before a rank can fail.
+
+        NCCL connects the ranks of a group in its first collective. While a rank waits there for one that has failed,
+        it has no communicator yet that could be aborted.
+        """
+        for group in self._groups:
+            dist.all_reduce(torch.zeros(1, device=self._device), group=group)
+        self._is_connected = True
 
     def _watch(self) -> None:
         while not self._pass_is_over.wait(_LOOK_EVERY_S):

@@ -93,7 +93,7 @@ class PolicyWorker:
                 made.push(closing(self._teacher))
             peers = None
             if self._backend.rank_info.world_size > 1:
-                peers = Peers(self._backend.device)
+                peers = Peers(self._backend.device, self._backend.pass_groups())
                 made.callback(peers.close)
             limit_collectives(process)  # of all process groups
             self.residency, self._host_need = build_manager(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from nemo_offload_rl.data.batch import LossNorm, TokenBatch, TrainBatch
@@ -128,6 +129,10 @@ class PolicyBackend(Protocol):
     @property
     def device(self) -> torch.device:
         """Device of the parameters while they are not offloaded."""
+        ...
+
+    def pass_groups(self) -> Sequence[dist.ProcessGroup]:
+        """Return the process groups that every training pass communicates in; kinds in one order on all ranks."""
         ...
 
     def state_groups(self) -> Sequence[StateGroup]:

@@ -15,6 +15,7 @@ from itertools import chain, groupby
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from nemo_offload_rl.backends.dtensor import checkpoint, optim, parallel, torch_optim
@@ -117,6 +118,10 @@ class DTensorBackend:
     def device(self) -> torch.device:
         """Device of the parameters while they are not offloaded."""
         return self._device
+
+    def pass_groups(self) -> list[dist.ProcessGroup]:
+        """See `PolicyBackend`."""
+        return self._built.pass_groups
 
     def _named_trainable(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, parameter) for name, parameter in self._parameters if parameter.requires_grad]

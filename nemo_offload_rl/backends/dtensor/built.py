@@ -64,6 +64,7 @@ class BuiltModel:
     Attributes:
         config: The Hugging Face config, overrides included.
         dp_group: Ranks with different data.
+        pass_groups: See `PolicyBackend.pass_groups`.
         tp_rank: This rank's tensor-parallel rank.
         rank_info: This process's rank and data-parallel rank.
         compute_dtype: Type in which passes compute.
@@ -94,6 +95,7 @@ class BuiltModel:
         meshes = parallel.build_meshes(self._device, process.world_size, tp_size, ep_size, cp_size)
         dp_mesh, tp_mesh, self._cp_mesh = meshes.dp, meshes.tp, meshes.cp
         self.dp_group, self.tp_rank = dp_mesh.get_group(), tp_mesh.get_local_rank()
+        self.pass_groups = meshes.groups()
         self.rank_info = RankInfo(process.rank, process.world_size, dp_mesh.get_local_rank(), dp_mesh.size())
         if not is_frozen:
             torch.manual_seed(settings.seed + meshes.fsdp.get_local_rank())

@@ -62,6 +62,11 @@ class Meshes:
     dp_shard: DeviceMesh | None = None
     ep: DeviceMesh | None = None
 
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Return the process group of each mesh, without those that are the same."""
+        meshes = (self.tp, self.cp, self.ep, self.dp_shard, self.fsdp, self.dp)
+        return list(dict.fromkeys(mesh.get_group() for mesh in meshes if mesh is not None))
+
 
 def build_meshes(
     device: torch.device,

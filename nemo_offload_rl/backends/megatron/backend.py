@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerLayer
 from torch import Tensor
@@ -109,6 +110,10 @@ class MegatronBackend:
     def device(self) -> torch.device:
         """Device of the parameters while they are not offloaded."""
         return self._device
+
+    def pass_groups(self) -> list[dist.ProcessGroup]:
+        """See `PolicyBackend`."""
+        return parallel.pass_groups()
 
     # -- state -----------------------------------------------------------------------------------------------------
 

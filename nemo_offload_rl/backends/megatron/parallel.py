@@ -150,6 +150,13 @@ def expert_parallel_group() -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, parallel_state.get_expert_model_parallel_group())
 
 
+def pass_groups() -> list[dist.ProcessGroup]:
+    """Return the groups of `PolicyBackend.pass_groups`; the sends between pipeline stages connect pair by pair."""
+    with_context = cast(dist.ProcessGroup, parallel_state.get_data_parallel_group(with_context_parallel=True))
+    groups = (tensor_parallel_group(), context_parallel_group(), expert_parallel_group(), with_context)
+    return list(dict.fromkeys((*groups, data_parallel_group())))
+
+
 def pipeline_group() -> dist.ProcessGroup:
     """Return the group of ranks that share the layers."""
     return cast(dist.ProcessGroup, parallel_state.get_pipeline_model_parallel_group())

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nccl_stand_in import are_suspended
-from policy_cases import NLL, hf_logprobs, make_batch, make_settings, run_ranks, shard, worker_of
+from policy_cases import NLL, decoder_layer, hf_logprobs, make_batch, make_settings, run_ranks, shard, worker_of
 from safetensors.torch import load_file
 from tiny_models import qwen3_config, save_model_folder
 from torch import Tensor
@@ -179,3 +179,45 @@ def test_suspended_communicators_give_memory_back_and_change_no_bit(tmp_path: Pa
     config.initializer_range = 0.02
     save_model_folder(tmp_path / "model", 0, config)
     run_ranks(2, tmp_path, check_suspended, str(tmp_path / "model"), backend, device="cuda")
+
+
+class OutOfMemoryOnce:
+    """Hook that fails in the first pass that it is in."""
+
+    def __init__(self) -> None:
+        self.has_failed = False
+
+    def __call__(self, *_args: Any) -> None:
+        if not self.has_failed:
+            self.has_failed = True
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+
+
+def check_first_pass(process: ProcessInfo, folder: str, backend: str) -> None:
+    """The first rank fails in the first pass of all, before its layers communicate; then again after reconnecting."""
+    for name in (name for name in CASES if name.startswith(backend)):
+        losses: list[float] = []
+        for fails in (False, True):
+            with worker_of(make_settings(folder, precision="bfloat16", **CASES[name]), process) as worker:
+                worker.prepare_for_training()
+                for seed in range(2):
+                    hook = OutOfMemoryOnce()
+                    layer = decoder_layer(worker, 0)
+                    handle = layer.register_forward_pre_hook(hook, prepend=True)
+                    hook.has_failed = not fails or process.rank != 0
+                    result = worker.train(shard(make_batch(seed=seed), worker), NLL())
+                    handle.remove()
+                    worker.prepare_for_training()
+                    assert (result.oom_splits > 0) is fails, name
+                    losses += result.loss
+        assert losses[len(losses) // 2 :] == pytest.approx(losses[: len(losses) // 2], rel=0.01), name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+@pytest.mark.parametrize("backend", ["DTensor", "Megatron"])
+def test_a_rank_may_run_out_of_memory_before_the_groups_have_communicated(tmp_path: Path, backend: str) -> None:
+    config = qwen3_config(num_layers=4, hidden_size=512)
+    config.initializer_range = 0.02
+    save_model_folder(tmp_path / "model", 0, config)
+    run_ranks(2, tmp_path, check_first_pass, str(tmp_path / "model"), backend, device="cuda")
