@@ -203,7 +203,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
         ),
         ModelFamily(
             "gpt_oss",
-            "gpt-oss (16-bit folders)",
+            "gpt-oss",
             (DTENSOR, MEGATRON),
             has_window=windows.everywhere,
             windows_trained_by=(DTENSOR, MEGATRON),
@@ -335,10 +335,24 @@ def unsupported_family(config: ModelConfig, backend: str) -> str | None:
     return f"model_type {config.get('model_type')}, but that backend trains {trained}"
 
 
+def quantization_problem(config: ModelConfig) -> str | None:
+    """Return, in a few words, why the weights of a config.json cannot be read as bfloat16; None if they can be."""
+    settings = config.get("quantization_config")
+    if not settings:
+        return None
+    method = settings.get("quant_method") if isinstance(settings, Mapping) else None
+    if method not in ("fp8", "mxfp4"):
+        return f"quantization_config with quant_method {method}, but only fp8, mxfp4 and 16-bit weights can be read"
+    block = settings.get("weight_block_size")
+    if block is not None and not (len(block) == 2 and all(isinstance(size, int) and size > 0 for size in block)):
+        return f"quantization_config with weight_block_size {block}, which is no pair of sizes"
+    return None
+
+
 def unsupported_settings(config: ModelConfig, backend: str) -> str | None:
     """Return the first setting that a backend refuses, and why, or None; the backend trains the family."""
-    if config.get("quantization_config"):
-        return "quantization_config, but that backend reads no quantized weights"
+    if (reason := quantization_problem(config)) is not None:
+        return reason
     family = family_of(config)
     if family is None:
         return None

@@ -29,8 +29,8 @@ SMALL_LINES = 60
 LIMITS = {
     "imports upward": 0,
     "circles of modules": 0,
-    "modules": 314,
-    "lines": 58300,
+    "modules": 325,
+    "lines": 60000,
     "modules under 60 lines with one importer": 0,
 }
 

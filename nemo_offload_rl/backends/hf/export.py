@@ -24,6 +24,7 @@ from nemo_offload_rl.data.tokenizer import load_tokenizer, template_text
 from nemo_offload_rl.errors import UserError
 from nemo_offload_rl.keys.data import TokenizerConfig
 from nemo_offload_rl.keys.worker import PolicySettings
+from nemo_offload_rl.models.families import quantization_problem
 from nemo_offload_rl.models.rope import has_rotary_base, older_rope_keys, with_published_factor
 from nemo_offload_rl.protocols.backend import COMPUTE_DTYPES
 from nemo_offload_rl.utils.liveness import show_progress
@@ -40,10 +41,12 @@ _TOKENIZER_CONFIG, _TEMPLATE_KEY = "tokenizer_config.json", "chat_template"
 def load_config(model_name: str, overrides: Mapping[str, Any]) -> Any:
     """Load the model's Hugging Face config and apply `policy.hf_config_overrides` as the engine does.
 
-    Rotary embeddings get their published attention factor, even if only keys that engines alone read give it.
+    Rotary embeddings get their published attention factor, even if only keys that engines alone read give it. Weights
+    in 8 or 4 bits are read as bfloat16 (see `WeightFiles`), so the config loses its `quantization_config`.
 
     Raises:
-        UserError: The config cannot be read, or an override names an unknown key or leaves out the rotary base.
+        UserError: The config cannot be read, the weights are quantized in a way that cannot be read, or an override
+            names an unknown key or leaves out the rotary base.
     """
     try:
         config = AutoConfig.from_pretrained(model_name)
@@ -53,6 +56,9 @@ def load_config(model_name: str, overrides: Mapping[str, Any]) -> Any:
             f"The config of policy.model_name={model_name} cannot be read: {reason}; correct it, or use another model"
         ) from error
     known = config.to_dict()
+    if (problem := quantization_problem(known)) is not None:
+        raise UserError(f"policy.model_name={model_name} has {problem}; use another folder of the model")
+    config.__dict__.pop("quantization_config", None)
     for key, value in overrides.items():
         if key not in known or key == "model_type":
             raise UserError(f"policy.hf_config_overrides.{key} is not a key of the config of {model_name}; remove it")

@@ -21,7 +21,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nemo_offload_rl.backends.hf.model_folder import find_weight_files
+from nemo_offload_rl.backends.hf.model_folder import find_file, find_weight_files, read_model_config
+from nemo_offload_rl.backends.hf.quantized import find_packed
 from nemo_offload_rl.errors import UserError
 from nemo_offload_rl.utils.liveness import show_progress
 
@@ -40,7 +41,7 @@ class WeightFiles:
 
     A safetensors file is mapped for one slice and closed again, so that only the slice counts as this process's memory;
     `held_open` keeps files mapped for several slices. A `pytorch_model*.bin` stays mapped until another one is read;
-    the format before torch 1.6 cannot be mapped and is read whole.
+    the format before torch 1.6 cannot be mapped and is read whole. Weights in 8 or 4 bits are read as bfloat16.
 
     Args:
         model_name: Folder or hub name.
@@ -49,6 +50,7 @@ class WeightFiles:
     Attributes:
         shapes: Shape of each tensor.
         paths: File of each tensor.
+        are_packed: Some tensors have 8 or 4 bits in the files.
 
     Raises:
         UserError: There are no weights, a file is damaged, or a tensor is not floating-point.
@@ -60,17 +62,35 @@ class WeightFiles:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._held: tuple[ExitStack, dict[Path, Any]] | None = None
         self._open_bin: tuple[Path, Mapping[str, Tensor]] | None = None
+        headers: dict[str, tuple[tuple[int, ...], Any]] = {}
         for path in find_weight_files(model_name) if paths is None else paths:
-            for name, (shape, dtype) in self._header(path).items():
-                if dtype not in _FLOATS:
-                    raise UserError(
-                        f"{path} has {name} as {dtype}, which is not a floating-point type: quantized weights cannot "
-                        "be trained; use the model's 16- or 32-bit weights"
-                    )
-                self.paths[name], self.shapes[name] = path, shape
+            found = self._header(path)
+            headers |= found
+            self.paths |= dict.fromkeys(found, path)
+        self._packed, others = find_packed(headers, self._weight_block_size())
+        self.are_packed = bool(self._packed)
+        for name, (shape, dtype) in headers.items():
+            if name in others:
+                continue
+            if dtype not in _FLOATS:
+                raise UserError(
+                    f"{self.paths[name]} has {name} as {dtype}, which is not a floating-point type: quantized weights "
+                    "of this kind cannot be read; use the model's 16- or 32-bit weights"
+                )
+            self.shapes[name] = shape
+        for name, tensor in self._packed.items():
+            self.shapes[name], self.paths[name] = tensor.shape, self.paths[tensor.stored[0]]
+
+    def _weight_block_size(self) -> Sequence[int] | None:
+        """Return rows and columns of the weights with a common factor, of a model in 8 bits."""
+        if find_file(self._model_name, "config.json") is None:
+            return None
+        return (read_model_config(self._model_name).get("quantization_config") or {}).get("weight_block_size")
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """Read a part of a tensor to the CPU, in the file's dtype; it may be a view of the mapped file.
+        """Read a part of a tensor to the CPU, in the file's dtype (bfloat16 if that has 8 or 4 bits).
+
+        The result may be a view of the mapped file.
 
         Args:
             name: One of `shapes`.
@@ -80,7 +100,8 @@ class WeightFiles:
         Raises:
             UserError: The file cannot be read, or the part has NaN, infinity or a value above `LARGEST_WEIGHT`.
         """
-        part = self._read(name, offsets, sizes)
+        packed = self._packed.get(name)
+        part = self._read(name, offsets, sizes) if packed is None else packed.read(self._read, offsets, sizes)
         if (fault := fault_in(part)) is not None:
             raise UserError(
                 f"The weights of policy.model_name={self._model_name} have {fault} in {name} ({self.paths[name]}); "
@@ -104,6 +125,11 @@ class WeightFiles:
                 return file.get_slice(name)[where]
         except _READ_ERRORS as error:
             raise self._unreadable(path, error) from error
+
+    def read_whole(self, name: str) -> Tensor:
+        """Read a whole tensor; see `read`."""
+        shape = self.shapes[name]
+        return self.read(name, (0,) * len(shape), shape)
 
     @contextmanager
     def held_open(self) -> Iterator[None]:

@@ -35,6 +35,12 @@ class ModelFolder:
         left_out: Layers whose tensors are ignored, like those of `mtp.`.
         other: Section of another backend that trains such models; None if there is none.
 
+    Attributes:
+        model_name: `policy.model_name`.
+        files: The files.
+        shapes: Shape of each tensor that the model may have.
+        or_other: Advice to use another backend, for messages.
+
     Raises:
         UserError: The files cannot be read, or there are none.
     """
@@ -55,16 +61,16 @@ class ModelFolder:
                 f"policy.model_name={model_name} has no safetensors files, and the Megatron backend reads "
                 f"no others; save the model again with save_pretrained{self.or_other}"
             )
-        self._files = WeightFiles(model_name, paths)
+        self.files = WeightFiles(model_name, paths)
         places = ("mtp.", *(f"model.layers.{layer}." for layer in left_out))
-        if any(name.startswith(places) for name in self._files.shapes):
+        if any(name.startswith(places) for name in self.files.shapes):
             logger.warning(
                 "policy.model_name=%s: its layers for multi-token prediction are not trained, and exports lack them",
                 model_name,
             )
         self.shapes = {
             name: shape
-            for name, shape in self._files.shapes.items()
+            for name, shape in self.files.shapes.items()
             if not re.search(COMPUTED, name) and not name.startswith(places)
         }
         self._tied = tied
@@ -91,7 +97,7 @@ class ModelFolder:
         num_rows, width = self.shapes[left]
         parts = ((start, min(_ROWS, num_rows - start)) for start in range(0, num_rows, _ROWS))
         return all(
-            torch.equal(*(self._files.read(name, (start, 0), (rows, width)) for name in (left, right)))
+            torch.equal(*(self.files.read(name, (start, 0), (rows, width)) for name in (left, right)))
             for start, rows in parts
         )
 
@@ -101,8 +107,7 @@ class ModelFolder:
         Raises:
             UserError: The tensor has such a value; the message names the tensor and its file.
         """
-        shape = self._files.shapes[name]
-        self._files.read(name, (0,) * len(shape), shape)
+        self.files.read_whole(name)
 
 
 def check_values(folder: ModelFolder, tasks: Sequence[Any]) -> None:

@@ -28,7 +28,7 @@ from nemo_offload_rl.backends.megatron.upstream.balancing import (
     adds_router_loss,
     weigh_losses_by_real_tokens,
 )
-from nemo_offload_rl.backends.megatron.upstream.bridge import complete_bridge, complete_provider
+from nemo_offload_rl.backends.megatron.upstream.bridge import PlainWeights, complete_bridge, complete_provider
 from nemo_offload_rl.backends.megatron.upstream.grouped_products import use_grouped_products
 from nemo_offload_rl.backends.megatron.upstream.imports import import_auto_bridge
 from nemo_offload_rl.backends.megatron.upstream.local_layers import (
@@ -112,6 +112,8 @@ def build_model(settings: PolicySettings, cfg: MegatronConfig, *, is_frozen: boo
         _predicting_layers(hf_config),
         other_backend(hf_config.to_dict(), MEGATRON),
     )
+    if folder.files.are_packed:
+        bridge.hf_pretrained.state.source = PlainWeights(folder.files)
     _configure(provider, settings, cfg)
     complete_provider(provider, hf_config)
     for name, value in provider_fields(rotation).items():

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from nemo_offload_rl.backends.hf.model_folder import local_model_config
 from nemo_offload_rl.config.rules.base import DATA_RULES, Rule, sources
 from nemo_offload_rl.generation.vllm.allowed_args import ALLOWED, OWN_KEYS, REFUSED
 from nemo_offload_rl.keys.data import BUILT_IN
@@ -122,16 +121,6 @@ def vllm_kwargs_problem(arguments: Mapping[str, Any], key: str) -> str | None:
     return None
 
 
-def engine_weights_are_what_a_refit_brings(cfg: RolloutMasterConfig) -> str | None:
-    """The model is not quantized, since refits send plain weights."""
-    if (local_model_config(cfg) or {}).get("quantization_config") is None:
-        return None
-    return (
-        f"policy.model_name {cfg.policy.model_name} is quantized (quantization_config in its config.json), but a refit "
-        "sends plain weights to the engine, which could not take them; choose a model that is not quantized"
-    )
-
-
 def every_environment_exists(cfg: RolloutMasterConfig) -> str | None:
     """Every environment that data names is in `env`."""
     data = cfg.data
@@ -194,7 +183,6 @@ RULES: tuple[Rule[RolloutMasterConfig], ...] = (
     endpoint_can_be_served,
     rollouts_are_not_greedy,
     vllm_kwargs_are_allowed,
-    engine_weights_are_what_a_refit_brings,
     engines_have_devices,
     engine_fits_a_host_of_its_own,
     every_environment_exists,

@@ -74,7 +74,11 @@ def engine_args(settings: VllmSettings, device_type: str) -> dict[str, Any]:
         )
     arguments: dict[str, Any] = {
         "model": settings.model_name,
-        "hf_overrides": partial(as_the_policy_reads_it, overrides=dict(settings.hf_config_overrides)),
+        "hf_overrides": partial(
+            as_the_policy_reads_it,
+            overrides=dict(settings.hf_config_overrides),
+            weights_come=settings.vllm_kwargs.get("load_format", "dummy") == "dummy",
+        ),
         "seed": settings.seed,
         "dtype": settings.precision,
         "kv_cache_dtype": settings.kv_cache_dtype,
@@ -120,14 +124,18 @@ def engine_args(settings: VllmSettings, device_type: str) -> dict[str, Any]:
     return {**arguments, **settings.vllm_kwargs}
 
 
-def as_the_policy_reads_it(config: Any, overrides: Mapping[str, Any]) -> Any:
+def as_the_policy_reads_it(config: Any, overrides: Mapping[str, Any], *, weights_come: bool = True) -> Any:
     """Change the model's config so that the engine builds the policy's model.
 
     Args:
         config: Config of transformers, as vLLM has read it; changed in place and returned.
         overrides: `policy.hf_config_overrides`.
+        weights_come: The weights come from the policy, in 16 or 32 bits, and not from the model's folder, which may
+            have them in 8 or 4 bits.
     """
     config.update(overrides)
+    if weights_come and hasattr(config, "quantization_config"):
+        del config.quantization_config
     if (rope := for_engine(config.to_dict())) is not None:
         config.rope_parameters = rope
     return config

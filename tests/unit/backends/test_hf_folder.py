@@ -10,14 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from closeness import assert_close
 from hub_cache import fill_hub_cache
-from policy_cases import assert_equal, full_params, one_rank_worker, save_family
+from policy_cases import assert_equal, full_params, hf_logprobs, make_batch, one_rank_worker, save_family
+from quantized_folders import save_quantized
 from tiny_models import make_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from nemo_offload_rl.backends.factory import check_model
 from nemo_offload_rl.backends.hf import export as hf_folder
 from nemo_offload_rl.backends.hf.export import export_config, export_tokenizer, load_config
+from nemo_offload_rl.backends.hf.weight_files import WeightFiles
 from nemo_offload_rl.data.tokenizer import load_tokenizer
 from nemo_offload_rl.keys.data import TokenizerConfig
 
@@ -214,3 +217,19 @@ def test_weights_are_written_file_by_file_as_the_files_fill(
     assert index["weight_map"].keys() == params.keys()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert_equal({name: value.detach() for name, value in model.named_parameters()}, params)
+
+
+@pytest.mark.parametrize("backend", ["dtensor", "megatron"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_weights_in_8_or_4_bits_are_trained_and_exported_in_16(tmp_path: Path, family: str, backend: str) -> None:
+    save_quantized(tmp_path / "quantized", family)
+    with one_rank_worker(tmp_path / "quantized", backend=backend) as worker:
+        worker.prepare_for_lp_inference()
+        logprobs = worker.get_logprobs(make_batch())
+        worker.export_hf(tmp_path / "exported")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
+    assert not hasattr(model.config, "quantization_config")
+    assert_close(logprobs, hf_logprobs(model, make_batch()).detach())
+    files, exported = WeightFiles(str(tmp_path / "quantized")), WeightFiles(str(tmp_path / "exported"))
+    assert files.are_packed and files.shapes == exported.shapes and not exported.are_packed
+    assert all(torch.equal(exported.read_whole(name), files.read_whole(name).float()) for name in files.shapes)

@@ -11,7 +11,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from quantized_folders import BLOCK, in_4_bits, in_8_bits
 from safetensors.torch import save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from nemo_offload_rl.backends.hf.weight_files import WeightFiles, check_same_tensors
 from nemo_offload_rl.errors import UserError
@@ -98,7 +100,7 @@ def test_quantized_tensors_and_missing_files_are_refused(tmp_path: Path) -> None
     with pytest.raises(UserError, match=r"has no weights \(model\.safetensors, "):
         WeightFiles(str(tmp_path))
     save_file({"w": torch.zeros(2, 2, dtype=torch.int8)}, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=r"has w as I8.*quantized weights cannot be trained"):
+    with pytest.raises(UserError, match=r"has w as I8.*quantized weights of this kind cannot be read"):
         WeightFiles(str(tmp_path))
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors.index.json").write_text(index_of({"gone.safetensors": ["w"]}))
@@ -120,3 +122,33 @@ def test_names_and_shapes_agree_in_both_directions_or_are_refused(wanted, found,
         assert "\n" not in str(error)
     else:
         assert agrees
+
+
+def test_parts_of_weights_in_8_bits_are_products_rounded_to_bfloat16(tmp_path: Path) -> None:
+    """With blocks that do not divide the shape, and one factor for a whole tensor."""
+    weight = torch.randn(70, 100, generator=torch.Generator().manual_seed(0))
+    stored = {f"w{end}": part for end, part in in_8_bits(weight).items()}
+    whole = {"v": stored["w"].clone(), "v_scale_inv": torch.tensor(0.3), "v.input_scale": torch.tensor(2.0)}
+    save_file({**stored, **whole}, tmp_path / "model.safetensors")
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": BLOCK}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    files = WeightFiles(str(tmp_path))
+    assert files.shapes == {"w": (70, 100), "v": (70, 100)}
+    rows, columns = torch.arange(70)[:, None] // BLOCK[0], torch.arange(100)[None] // BLOCK[1]
+    expected = (stored["w"].float() * stored["w_scale_inv"][rows, columns]).bfloat16()
+    assert (expected - weight).abs().max() < weight.abs().max() / 16
+    for offsets, sizes in (((0, 0), (70, 100)), ((31, 47), (2, 2)), ((33, 0), (37, 100)), ((69, 99), (1, 1))):
+        where = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+        assert torch.equal(files.read("w", offsets, sizes), expected[where])
+    assert torch.equal(files.read_whole("v"), (stored["w"].float() * 0.3).bfloat16())
+
+
+def test_parts_of_weights_in_4_bits_are_those_of_transformers(tmp_path: Path) -> None:
+    stored = in_4_bits(torch.empty(3, 96, 10))
+    save_file({f"w{end}": part for end, part in stored.items()}, tmp_path / "model.safetensors")
+    files = WeightFiles(str(tmp_path))
+    expected = convert_moe_packed_tensors(stored["_blocks"], stored["_scales"])
+    assert files.shapes == {"w": (3, 96, 10)}
+    for offsets, sizes in (((0, 0, 0), (3, 96, 10)), ((1, 31, 4), (2, 34, 1)), ((2, 64, 9), (1, 32, 1))):
+        where = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+        assert torch.equal(files.read("w", offsets, sizes), expected[where])

@@ -53,13 +53,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "nemotron_h"}, "model_type nemotron_h"),
     ({}, "model_type None"),
     ({**LLAMA, "architectures": ["LlamaForSequenceClassification"]}, "none of which is a causal language model"),
-    ({**LLAMA, "quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ({**LLAMA, "quantization_config": {"quant_method": "awq"}}, "quant_method awq, but only fp8, mxfp4 and 16-bit"),
+    (
+        {**LLAMA, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}},
+        "which is no pair of sizes",
+    ),
     ({**LLAMA, "rope_scaling": "linear"}, "rotary embeddings 'linear', which is not a mapping"),
     ({**LLAMA, "rope_scaling": {"type": "ntk"}}, "rope_type ntk, but transformers knows default, linear,"),
     ({**LLAMA, "rope_parameters": {"rope_theta": None}}, "rope_theta null, but it is the base of the frequencies"),
 ]
 ACCEPTED: list[dict[str, Any]] = [
     LLAMA,
+    {**LLAMA, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
     {"model_type": "qwen2", "use_sliding_window": True},
     {"model_type": "qwen3", "rope_scaling": None},
     {"model_type": "qwen3_moe", "num_experts": 4},
@@ -197,7 +202,7 @@ def test_a_refusal_names_another_backend_only_if_that_trains_the_model() -> None
     nothing = "use another model (docs/reference/models.md)"
     assert advice(nemotron, DTENSOR, has_gpus=False) == advice(gpt, DTENSOR) == advice(gpt, MEGATRON) == nothing
     assert advice({**nemotron, "mlp_bias": True}, DTENSOR) == nothing
-    assert advice({**LLAMA, "quantization_config": {"quant_method": "fp8"}}, MEGATRON) == nothing
+    assert advice({**LLAMA, "quantization_config": {"quant_method": "awq"}}, MEGATRON) == nothing
 
 
 @pytest.mark.parametrize("model", ACCEPTED)

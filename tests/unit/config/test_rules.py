@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ from nemo_offload_rl.backends.dtensor import rules as dtensor
 from nemo_offload_rl.backends.dtensor.torch_optim import optimizer_spec
 from nemo_offload_rl.backends.megatron import rules as megatron
 from nemo_offload_rl.config.rules import GRPO_RULES, check_rules, memory, model, training
-from nemo_offload_rl.config.rules.rollouts import engine_weights_are_what_a_refit_brings
 from nemo_offload_rl.config.validate import validate_keys
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.master import GrpoMasterConfig
@@ -445,7 +442,6 @@ def test_every_rule_is_listed_and_broken_here() -> None:
     # In test_megatron_rules.py, test_memory_rules.py, test_model_rules.py and beside what phases need.
     listed = (*megatron.RULES, *memory.RULES, *model.RULES, *memory.ROLLOUT_RULES, *model.ROLLOUT_RULES)
     elsewhere = {rule.__name__ for rule in (*listed, *MODEL_RULES)}
-    elsewhere.add(engine_weights_are_what_a_refit_brings.__name__)  # below: it asks the model's folder
     assert {rule.__name__ for rule in GRPO_RULES} - elsewhere == set(BROKEN)
 
 
@@ -460,16 +456,6 @@ def test_a_broken_rule_ends_in_one_line_with_its_fix(name: str, overrides: list[
     assert ";" in message, "the fix follows a semicolon"
     with pytest.raises(ConfigError):
         check_rules(cfg, GRPO_RULES)
-
-
-def test_quantized_models_are_refused_beside_an_engine(tmp_path: Path) -> None:
-    def message(model: dict[str, object]) -> str | None:
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **model}))
-        cfg = validate_keys(load_config(CPU, [f"policy.model_name={tmp_path}"]), GrpoMasterConfig)
-        return engine_weights_are_what_a_refit_brings(cfg)
-
-    assert message({}) is None and message({"quantization_config": None}) is None
-    assert "is quantized (quantization_config in its config.json)" in (message({"quantization_config": {"a": 1}}) or "")
 
 
 def test_what_is_not_available_hides_what_follows_from_it() -> None:

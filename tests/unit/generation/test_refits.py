@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrix_cases import GREEDY, PROMPTS, answers_like
 from model_families import checkpoint_tensors, save_family_folder
+from quantized_folders import save_quantized
+from safetensors.torch import save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
+from nemo_offload_rl.backends.hf.weight_files import WeightFiles
 from nemo_offload_rl.protocols.refit import RefitError
 
 
@@ -123,23 +126,12 @@ def test_weights_of_another_type_are_cast(engine: EngineProcess, tmp_path: Path)
     answers_like(engine, model)
 
 
-def test_a_quantized_model_takes_no_refit(engine: EngineProcess, tmp_path: Path) -> None:
-    tensors = checkpoint_tensors(save_family_folder(tmp_path, "qwen3"))
-    int8 = {"num_bits": 8, "type": "int", "symmetric": True}
-    group = {
-        "targets": ["Linear"],
-        "weights": {**int8, "strategy": "channel", "dynamic": False},
-        "input_activations": {**int8, "strategy": "token", "dynamic": True},
-    }
-    config = json.loads((tmp_path / "config.json").read_text()) | {
-        "quantization_config": {
-            "quant_method": "compressed-tensors",
-            "format": "int-quantized",
-            "ignore": ["lm_head"],
-            "config_groups": {"group_0": group},
-        }
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    engine.start(engine_settings(tmp_path, precision="bfloat16"))
-    with pytest.raises(RefitError, match="qkv_proj computes what CompressedTensorsLinearMethod needs"):
-        send_weights(engine, tensors, 2**20)
+def test_an_engine_of_a_folder_in_8_bits_takes_weights_in_16(engine: EngineProcess, tmp_path: Path) -> None:
+    save_quantized(tmp_path / "in 8 bits", "qwen3_moe")
+    files = WeightFiles(str(tmp_path / "in 8 bits"))
+    tensors = {name: files.read_whole(name) for name in files.shapes}
+    save_family_folder(tmp_path / "plain", "qwen3_moe")
+    save_file(tensors, tmp_path / "plain" / "model.safetensors", metadata={"format": "pt"})
+    engine.start(engine_settings(tmp_path / "in 8 bits"))
+    send_weights(engine, tensors, 2**20)
+    answers_like(engine, AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32))

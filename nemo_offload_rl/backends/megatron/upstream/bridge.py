@@ -6,13 +6,15 @@ layers, which have one module for each expert. Qwen3-MoE's bridge lacks dense la
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatch
 from functools import partial, wraps
 from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.attention import SelfAttention
 
+from nemo_offload_rl.backends.hf.weight_files import WeightFiles
 from nemo_offload_rl.backends.megatron.upstream.local_layers import local_block
 
 _DENSE = "decoder.layers.*.mlp.linear_fc"
@@ -138,3 +140,26 @@ def _renamed(mapping: Any, name: str) -> Any:
         raise TypeError(f"{mapping} of {mapping.megatron_param} is no mapping of one tensor or of two halves")
     options = [mapping.transpose_on_export] if hasattr(mapping, "transpose_on_export") else []
     return kind(name, mapping.hf_param, mapping.permute_dims, *options)
+
+
+class PlainWeights:
+    """A model's tensors as the bridge reads them (its `StateSource`), none of them in 8 or 4 bits.
+
+    Args:
+        files: The model's files.
+    """
+
+    def __init__(self, files: WeightFiles) -> None:
+        self._files = files
+
+    def get_all_keys(self) -> list[str]:
+        """Return the tensors' names."""
+        return sorted(self._files.shapes)
+
+    def load_tensors(self, keys: Sequence[str]) -> dict[str, Any]:
+        """Read whole tensors."""
+        return {key: self._files.read_whole(key) for key in keys}
+
+    def has_glob(self, pattern: str) -> bool:
+        """Tell whether a name fits a pattern."""
+        return any(fnmatch(name, pattern) for name in self._files.shapes)
