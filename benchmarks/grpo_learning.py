@@ -5,7 +5,8 @@
 
 A small Qwen3 model (3.2 million parameters; with `--cpu` the demo's) is warmed up once by imitation, as in `make demo`.
 Each variant then trains it in a run of its own with the same seed. `_resident` keeps parameters and optimizer states on
-the device at all times; `_16_bit` has Adam's moments in bfloat16. With `--at-once` all run at the same time, and their
+the device at all times; `_16_bit` has Adam's moments in bfloat16; `_finished` trains on the groups that finish first,
+and the others go on after the update. With `--at-once` all run at the same time, and their
 seconds say less. Printed for each variant: held-out accuracy, how far engine and policy are apart, how much memory grew
 from the 20 steps after the tenth to the last 20 (medians), the slowest step over the median, how far rewards and losses
 are from those of the first variant over the first 20 steps, and how many steps of a `_resident` variant are not bit for
@@ -46,6 +47,14 @@ MEGATRON = [
 VARIANTS = {
     "dtensor": [],
     "dtensor_resident": RESIDENT,
+    "dtensor_finished": [
+        "grpo.async_grpo.enabled=true",
+        "grpo.async_grpo.order=finished",
+        "grpo.async_grpo.in_flight_weight_updates=true",
+        "grpo.async_grpo.max_trajectory_age_steps=2",
+        "policy.generation.vllm_cfg.async_engine=true",
+        "loss_fn.use_importance_sampling_correction=true",
+    ],
     "dtensor_16_bit": ["policy.optimizer.name=nemo_offload_rl.optim.AdamW"],
     "megatron": MEGATRON,
     "megatron_resident": [*MEGATRON, *RESIDENT],
