@@ -6,8 +6,8 @@
 A small Qwen3 model (3.2 million parameters; with `--cpu` the demo's) is warmed up once by imitation, as in `make demo`.
 Each variant then trains it in a run of its own with the same seed. `_resident` keeps parameters and optimizer states on
 the device at all times; `_16_bit` has Adam's moments in bfloat16; `_finished` trains on the groups that finish first,
-and the others go on after the update. With `--at-once` all run at the same time, and their
-seconds say less. Printed for each variant: held-out accuracy, how far engine and policy are apart, how much memory grew
+while the others go on after the update, up to an age of 1 step (`_finished_2`: 2). With `--at-once` all run at the same
+time, and their seconds say less. Printed for each variant: held-out accuracy, how far engine and policy are apart, how much memory grew
 from the 20 steps after the tenth to the last 20 (medians), the slowest step over the median, how far rewards and losses
 are from those of the first variant over the first 20 steps, and how many steps of a `_resident` variant are not bit for
 bit those of its twin.
@@ -44,17 +44,18 @@ MEGATRON = [
     "policy.optimizer=null",
     "policy.make_sequence_length_divisible_by=16",  # each new width costs time once
 ]
+FINISHED = [
+    "grpo.async_grpo.enabled=true",
+    "grpo.async_grpo.order=finished",
+    "grpo.async_grpo.in_flight_weight_updates=true",
+    "policy.generation.vllm_cfg.async_engine=true",
+    "loss_fn.use_importance_sampling_correction=true",
+]
 VARIANTS = {
     "dtensor": [],
     "dtensor_resident": RESIDENT,
-    "dtensor_finished": [
-        "grpo.async_grpo.enabled=true",
-        "grpo.async_grpo.order=finished",
-        "grpo.async_grpo.in_flight_weight_updates=true",
-        "grpo.async_grpo.max_trajectory_age_steps=2",
-        "policy.generation.vllm_cfg.async_engine=true",
-        "loss_fn.use_importance_sampling_correction=true",
-    ],
+    "dtensor_finished": FINISHED,
+    "dtensor_finished_2": [*FINISHED, "grpo.async_grpo.max_trajectory_age_steps=2"],
     "dtensor_16_bit": ["policy.optimizer.name=nemo_offload_rl.optim.AdamW"],
     "megatron": MEGATRON,
     "megatron_resident": [*MEGATRON, *RESIDENT],

@@ -45,6 +45,18 @@ def with_lookahead(parts: RolloutParts) -> RolloutParts:
     return replace(parts, loader=LookaheadLoader(parts.loader), environments=environments)
 
 
+def token_ages(step: int, rollouts: RolloutBatch) -> dict[str, float]:
+    """Return mean and maximum of the steps between the weights that sampled a token and `step`; none if unknown."""
+    ages: Counter[int] = Counter()
+    for rollout in rollouts.rollouts:
+        for version, count in rollout.versions:
+            ages[step - 1 - version] += count
+    if not ages:
+        return {}
+    mean = sum(age * count for age, count in ages.items()) / ages.total()
+    return {"avg_token_age": mean, "max_token_age": float(max(ages))}
+
+
 @dataclass(frozen=True)
 class _Drawn:
     rollouts: RolloutBatch
@@ -147,9 +159,10 @@ class RolloutsAhead:
         assert engine is not None, "a rule asks for the asynchronous engine"
         return engine
 
-    def metrics(self, groups: SampledGroups) -> dict[str, float]:
-        """Return the age of a step's rollouts, how many prompts have rollouts that wait, and mean lengths."""
+    def metrics(self, step: int, groups: SampledGroups) -> dict[str, float]:
+        """Return ages of a step's rollouts and tokens, how many prompts have rollouts that wait, and mean lengths."""
         found = {"avg_trajectory_age": float(groups.age), "buffer_size": float(self._running.num_waiting)}
+        found |= token_ages(step, groups.trained)
         if self._by_group:
             found["trained_length_mean"] = groups.trained.response_lengths().float().mean().item()
             found["sampled_length_mean"] = self._sampled_length()

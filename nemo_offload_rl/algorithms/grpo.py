@@ -159,7 +159,7 @@ class GrpoTrainer:
             self._logger.log(step, timing_metrics(groups.seconds), "timing/collector")
         about_step = train_metrics(groups, rewards, by_response, result, seconds, parts.speed)
         self._idle_steps.count(about_step)
-        about_step |= {**about_agreement, **self._about_sampling(groups, kept)}
+        about_step |= {**about_agreement, **self._about_sampling(step, groups, kept)}
         # Rollouts of older weights are expected to disagree with the policy.
         loop.trained(step, about_step, checks_agreement=groups.age == 0)
 
@@ -209,7 +209,7 @@ class GrpoTrainer:
         owners, scored_PG = rollouts.row_owners(), rollouts.scored_PG()
         return token_advantages(self._settings, rewards_PG, batch.loss_mask, kl_BS, parts_PG, owners, scored_PG)
 
-    def _about_sampling(self, groups: SampledGroups, kept: Tensor | None) -> dict[str, float]:
+    def _about_sampling(self, step: int, groups: SampledGroups, kept: Tensor | None) -> dict[str, float]:
         """Return metrics on how the step's rollouts were chosen."""
         metrics: dict[str, float] = {}
         if kept is not None:
@@ -218,7 +218,7 @@ class GrpoTrainer:
             metrics["rollout_stop_rate"] = groups.sampled.stopped().float().mean().item()
         if self._settings.use_dynamic_sampling:
             metrics |= dynamic_sampling_metrics(groups)
-        return metrics if self._ahead is None else {**metrics, **self._ahead.metrics(groups)}
+        return metrics if self._ahead is None else {**metrics, **self._ahead.metrics(step, groups)}
 
     def _end_early(self, step: int) -> None:
         if step == 0:

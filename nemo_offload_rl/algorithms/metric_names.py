@@ -87,7 +87,7 @@ def grpo_names(
             *(("positive_nll_loss",) if positive_examples else ()),
             *(_TRUNCATION if truncates else ()),
             *(_DYNAMIC_SAMPLING if dynamic_sampling else ()),
-            *(("avg_trajectory_age", "buffer_size") if collects_ahead else ()),
+            *(("avg_trajectory_age", "avg_token_age", "max_token_age", "buffer_size") if collects_ahead else ()),
             *(("trained_length_mean", "sampled_length_mean") if takes_finished else ()),
             "reward_mean/<data set>",
             "accuracy/<data set>",

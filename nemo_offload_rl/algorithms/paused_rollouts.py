@@ -106,9 +106,7 @@ class ContinuingEngine:
             samplings = [_rest_of(sampling, row, said) for row, said in zip(rows, kept, strict=True)]
             more = self.serve(lambda: self._engine.generate_each(asked, samplings), phase=phase)  # noqa: B023
             for row, said, rest in zip(rows, kept, more, strict=True):
-                found[row] = Completion(
-                    [*said.token_ids, *rest.token_ids], [*said.logprobs, *rest.logprobs], rest.finish_reason
-                )
+                found[row] = said.continued_by(rest)
         return [found[start : start + num_samples] for start in range(0, len(found), num_samples)]
 
     def serve[Result](self, work: Callable[[], Result], *, phase: str) -> Result:
@@ -120,8 +118,7 @@ class ContinuingEngine:
 def _kept(aborted: Completion, sampling: SamplingSettings) -> Completion:
     """Leave out the last tokens if a stop string may have begun in them, since the engine looks at new tokens only."""
     overlap = max((len(stop) for stop in sampling.stop_strings), default=0)
-    size = max(0, min(len(aborted.token_ids) - overlap, sampling.max_new_tokens - 1))
-    return replace(aborted, token_ids=aborted.token_ids[:size], logprobs=aborted.logprobs[:size])
+    return aborted.cut(max(0, min(len(aborted.token_ids) - overlap, sampling.max_new_tokens - 1)))
 
 
 def _rest_of(sampling: SamplingSettings, row: int, said: Completion) -> SamplingSettings:

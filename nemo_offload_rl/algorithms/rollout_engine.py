@@ -38,6 +38,7 @@ class RolloutEngine:
         timer: Gets the phases `refit`, `generation/sleep`, `engine_restart`, and the one that a call names.
 
     Attributes:
+        trained_steps: Steps that the policy has been trained: the version of its weights.
         around_refit: Makes the context that surrounds every refit.
         num_restarts: Number of restarts of the engine.
     """
@@ -60,6 +61,7 @@ class RolloutEngine:
         self._timer = timer
         self._is_awake = False
         self._handover: _Handover | None = None
+        self.trained_steps = 0
         self.around_refit: Callable[[], AbstractContextManager[None]] = nullcontext
         self.num_restarts = 0
 
@@ -142,7 +144,7 @@ class RolloutEngine:
         """Refit and wake the engine unless it is awake already."""
         if not self._is_awake:
             with self.around_refit(), self._timer.phase("refit"):
-                refit(self._policy, self._engine, self._timer)
+                refit(self._policy, self._engine, self._timer, version=self.trained_steps)
             self._is_awake = True
 
     def _with_restarts[Result](self, call: Callable[[], Result]) -> Result:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from nemo_offload_rl.algorithms.dynamic_sampling import SampledGroups
 from nemo_offload_rl.data.batch import PolicyGradientBatch, TrainBatch
-from nemo_offload_rl.experience.types import Rollout, RolloutBatch
+from nemo_offload_rl.experience.types import Rollout, RolloutBatch, Segment
+from nemo_offload_rl.protocols.engine import Versions, joined_versions
 
 
 def rollout_records(
@@ -50,6 +51,7 @@ def rollout_records(
             "token_ids": list(sequence.token_ids[num_prompt:]),
             "token_mask": list(sequence.token_mask[num_prompt:]),
             "generation_logprobs": list(sequence.generation_logprobs[num_prompt:]),
+            "weight_versions": [list(pair) for pair in _versions(rollout.segments)],
             "prev_logprobs": _finite(of_gradient.prev_logprobs[row, responses])
             if of_gradient is not None and in_loss and has_prev
             else None,
@@ -61,10 +63,15 @@ def rollout_records(
                     "token_ids": list(other.token_ids),
                     "token_mask": list(other.token_mask),
                     "generation_logprobs": list(other.generation_logprobs),
+                    "weight_versions": [list(pair) for pair in _versions(conversation.segments)],
                 }
-                for other in rollout.sequences()[1:]
+                for other, conversation in zip(rollout.sequences()[1:], rollout.others, strict=True)
             ],
         }
+
+
+def _versions(segments: Sequence[Segment]) -> Versions:
+    return joined_versions(segment.versions for segment in segments)
 
 
 def _finite(logprobs_T: Tensor) -> list[float | None]:

@@ -122,6 +122,7 @@ class RolloutLoop:
         if resume_from is not None:
             parts.checkpoints.load(resume_from, parts.policy, parts.loader)
             self._total_tokens, step = resume_from.total_tokens, resume_from.step
+            self.engine.trained_steps = step
         elif self._settings.val_at_start:
             self._validate(0)
             self._logger.log(0, timing_metrics(self.timer.drain()), "timing")
@@ -200,6 +201,7 @@ class RolloutLoop:
         Raises:
             AgreementError: Engine and policy disagree too much to be the same model.
         """
+        self.engine.trained_steps = step
         self._total_tokens += about_step["num_tokens"]
         about_step["total_tokens"] = self._total_tokens
         self.end.trained(step, self._parts.loader.state_dict(), about_step)

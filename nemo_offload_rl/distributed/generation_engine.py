@@ -191,9 +191,9 @@ class RayGenerationEngine:
         """See `GenerationEngine`; return when every engine has copied the bucket."""
         self._group.run_all(VllmEngine.load_bucket, bucket)
 
-    def finish_refit(self) -> None:
+    def finish_refit(self, version: int = 0) -> None:
         """See `GenerationEngine`."""
-        self._group.run_all(VllmEngine.finish_refit)
+        self._group.run_all(VllmEngine.finish_refit, version)
 
     def pause_generation(self, recompute_kv_cache: bool) -> None:
         """See `PausingEngine`; needs `async_engine`."""

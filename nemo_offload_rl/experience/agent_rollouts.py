@@ -148,7 +148,8 @@ def _conversation(calls: Sequence[tuple[ServedCall, bool]]) -> SideConversation:
             segments.append(Segment(token_ids=call.prompt_token_ids[len(end) :], logprobs=None))
         said = call.completion
         logprobs = tuple(said.logprobs) if is_counted else None
-        segments.append(Segment(token_ids=tuple(said.token_ids), logprobs=logprobs))
+        versions = said.versions if is_counted else ()
+        segments.append(Segment(token_ids=tuple(said.token_ids), logprobs=logprobs, versions=versions))
         end = (*call.prompt_token_ids, *said.token_ids)
     return SideConversation(calls[0][0].prompt_token_ids, tuple(segments))
 

@@ -142,7 +142,8 @@ class Rollouts:
         return RolloutBatch(rollouts=tuple(self._ended(rollout) for rollout in self._all), group_size=self._group_size)
 
     def _response(self, rollout: _Open, completion: Completion) -> Response:
-        rollout.segments.append(Segment(token_ids=tuple(completion.token_ids), logprobs=tuple(completion.logprobs)))
+        logprobs, versions = tuple(completion.logprobs), completion.versions
+        rollout.segments.append(Segment(token_ids=tuple(completion.token_ids), logprobs=logprobs, versions=versions))
         rollout.truncated = completion.finish_reason != "stop"
         text = self._decode(completion.token_ids)
         rollout.text += text

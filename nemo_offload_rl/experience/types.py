@@ -16,6 +16,7 @@ from torch import Tensor
 from nemo_offload_rl.data.batch import SampledBatch, SampledSequence, collate_samples
 from nemo_offload_rl.data.records import Prompt
 from nemo_offload_rl.environments.interfaces import Score, Unscored
+from nemo_offload_rl.protocols.engine import Versions, joined_versions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +26,13 @@ class Segment:
     Attributes:
         token_ids: The tokens.
         logprobs: The sampler's, one per token, for tokens of the policy; None for tokens of an environment.
+        versions: The version of weights that sampled each token, which is the number of steps that they were trained:
+            (version, number of tokens) in the order of the tokens. Empty if it is unknown, and for an environment.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...] | None
+    versions: Versions = ()
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,12 @@ class Rollout:
         """Tokens of each response of the policy."""
         parts = (self.segments, *(other.segments for other in self.others))
         return [len(segment.token_ids) for part in parts for segment in part if segment.logprobs is not None]
+
+    @property
+    def versions(self) -> Versions:
+        """Versions of weights that sampled the policy's tokens, see `Segment`."""
+        parts = (self.segments, *(other.segments for other in self.others))
+        return joined_versions(segment.versions for part in parts for segment in part)
 
     @property
     def num_response_tokens(self) -> int:

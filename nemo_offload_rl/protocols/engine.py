@@ -2,23 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from nemo_offload_rl.keys.generation import SamplingSettings
 from nemo_offload_rl.protocols.refit import WeightBucket
 from nemo_offload_rl.utils.traces import Traced
 
+type Versions = tuple[tuple[int, int], ...]
+"""The version of weights that sampled each token, in order: (version, number of tokens). Empty if it is unknown."""
+
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled response. `logprobs[i]` is the engine's logprob of `token_ids[i]` (see `SamplingSettings`)."""
+    """One sampled response.
+
+    Attributes:
+        token_ids: Its tokens.
+        logprobs: The engine's logprob of each token (see `SamplingSettings`).
+        finish_reason: "stop", "length" or "abort".
+        versions: See `Versions` and `GenerationEngine.finish_refit`.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
-    finish_reason: str  # "stop", "length" or "abort"
+    finish_reason: str
+    versions: Versions = ()
+
+    def cut(self, size: int) -> Completion:
+        """Return the first `size` tokens, or all if there are fewer."""
+        left, kept = size, list[tuple[int, int]]()
+        for version, count in self.versions:
+            kept.append((version, min(count, left)))
+            left -= kept[-1][1]
+        return replace(
+            self, token_ids=self.token_ids[:size], logprobs=self.logprobs[:size], versions=joined_versions([kept])
+        )
+
+    def continued_by(self, rest: Completion) -> Completion:
+        """Return this response with the tokens that another one adds, and that one's end."""
+        return Completion(
+            [*self.token_ids, *rest.token_ids],
+            [*self.logprobs, *rest.logprobs],
+            rest.finish_reason,
+            joined_versions([self.versions, rest.versions]),
+        )
+
+
+def joined_versions(parts: Iterable[Iterable[tuple[int, int]]]) -> Versions:
+    """Join the versions of consecutive tokens; neighbours of one version become one, and empty ones are left out."""
+    found: list[tuple[int, int]] = []
+    for part in parts:
+        for version, count in part:
+            if found and found[-1][0] == version:
+                count += found.pop()[1]
+            if count:
+                found.append((version, count))
+    return tuple(found)
 
 
 type Finished = tuple[int, int, Completion]
@@ -58,8 +100,12 @@ class GenerationEngine(Traced, Protocol):
         """Copy the bucket's tensors into the model; the bucket may be overwritten once this returns."""
         ...
 
-    def finish_refit(self) -> None:
-        """Check that every weight of the model arrived, and drop cached prefixes that the old weights computed."""
+    def finish_refit(self, version: int = 0) -> None:
+        """Check that every weight of the model arrived, and drop cached prefixes that the old weights computed.
+
+        Args:
+            version: Number of the weights, for `Completion.versions`.
+        """
         ...
 
     def shutdown(self) -> None:

@@ -138,6 +138,17 @@ SECTIONS: Mapping[str, Sequence[Lines | Stack]] = {
                 "train/mean_response_tokens": "mean, training",
                 "validation/mean_response_tokens": "mean, held out",
                 "train/max_response_tokens": "longest, training",
+                "train/sampled_length_mean": "mean of a whole batch of prompts",
+            },
+            shows=(0.0,),
+        ),
+        Lines(
+            "Age of what is trained on",
+            "steps",
+            {
+                "train/avg_trajectory_age": "rollouts, mean",
+                "train/avg_token_age": "tokens, mean",
+                "train/max_token_age": "tokens, oldest",
             },
             shows=(0.0,),
         ),

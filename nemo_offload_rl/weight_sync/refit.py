@@ -80,13 +80,16 @@ class RefitReport:
     num_bytes: int
 
 
-def refit(policy: RefitSource, engine: GenerationEngine, timer: PhaseTimer | None = None) -> RefitReport:
+def refit(
+    policy: RefitSource, engine: GenerationEngine, timer: PhaseTimer | None = None, *, version: int = 0
+) -> RefitReport:
     """Bring the policy's weights into the engine, in the order of the module docstring.
 
     Args:
         policy: All ranks of the policy.
         engine: All engines.
         timer: Times `wake_weights` (with `enter`, the policy's part), `stream` and `wake_kv_cache` (with `leave`).
+        version: Number of the weights, see `GenerationEngine.finish_refit`.
 
     Raises:
         RefitError: A weight is missing, unexpected or of another shape; the names are in the message.
@@ -100,7 +103,7 @@ def refit(policy: RefitSource, engine: GenerationEngine, timer: PhaseTimer | Non
             requested = _wake_weights(policy, engine, pool, timer)
         with timer.phase("stream"):
             report, releasing = _stream(policy, engine, pool, requested or _request_first(policy))
-            engine.finish_refit()
+            engine.finish_refit(version)
         with timer.phase("wake_kv_cache"):
             waking = pool.submit(engine.prepare_for_generation, ["kv_cache"])
             with timer.phase("leave"):

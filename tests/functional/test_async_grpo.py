@@ -52,6 +52,7 @@ def test_a_run_that_takes_groups_as_they_finish_outlives_an_engine_and_leaves_no
         assert metrics[step]["train/token_mult_prob_error"] < (1.001 if step == 1 else 1.5)
         assert metrics[step]["train/trained_length_mean"] == metrics[step]["train/mean_response_tokens"]
         assert metrics[step]["residency/bytes_freed"] == 0  # the policy has its devices for itself
+        assert metrics[step]["train/max_token_age"] <= 2
     assert all("validation/accuracy" in metrics[step] for step in range(2, STEPS + 1, 2))
 
 
@@ -78,6 +79,10 @@ def test_a_run_whose_responses_stop_while_it_trains_ends_by_itself_and_has_train
         assert 0 <= metrics[step]["train/avg_trajectory_age"] <= 1
         assert metrics[step]["train/token_mult_prob_error"] < (1.001 if step == 1 else 1.5)
         assert metrics[step]["timing/collector/generation_s"] > 0
+        for rollout in rollouts[step]:
+            versions, counts = zip(*rollout["weight_versions"], strict=True)
+            assert sum(counts) == len(rollout["token_ids"])
+            assert step - 2 <= versions[0] and versions[-1] <= step - 1 and list(versions) == sorted(set(versions))
     assert "validation/accuracy" in metrics[STEPS]
     assert "died" not in done.stderr
     # The engine's worker is in a process of vLLM's.

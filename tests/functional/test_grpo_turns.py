@@ -5,7 +5,18 @@ from __future__ import annotations
 import re
 
 import pytest
+from grpo_replay import read_rollouts
 
+# Steps train on rollouts of the next prompts, drawn with the weights of the step before.
+AHEAD = (
+    "policy.generation.colocated.enabled=false",
+    "policy.generation.colocated.resources.gpus_per_node=1",
+    "policy.generation.colocated.resources.num_nodes=1",
+    "policy.generation.vllm_cfg.async_engine=true",
+    "loss_fn.use_importance_sampling_correction=true",
+    "grpo.async_grpo.enabled=true",
+    "grpo.async_grpo.order=data",
+)
 # Any character of the demo's ends a response, so that an untrained model's have an end.
 ENDS = "policy.generation.stop_token_ids=[4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19]"
 
@@ -68,13 +79,13 @@ def test_agents_that_talk_http_train_on_what_the_engine_sampled_in_every_turn_of
     done = run_in_one_process(
         f"policy.model_name={model_folder}",
         f"logger.log_dir={tmp_path / 'run'}",
-        "grpo.max_num_steps=2",
+        "grpo.max_num_steps=3",
+        *AHEAD,
         "+env.sums={target: agents_of_tests.TwoTurns, kwargs: {hint: '= ', aside: true}, num_workers: 0}",
         "data.default.env_name=sums",
         "grpo.reward_shaping.enabled=false",
         "grpo.log_rollouts=true",
         "policy.max_total_sequence_length=64",
-        "policy.generation.vllm_cfg.async_engine=true",
         "policy.generation.vllm_cfg.expose_http_server=true",
         "policy.generation.val_temperature=1.0",
         "policy.generation.temperature=0.8",
@@ -82,10 +93,15 @@ def test_agents_that_talk_http_train_on_what_the_engine_sampled_in_every_turn_of
         ENDS,
     )
     assert done.status == 0, done.stderr
-    for step in (1, 2):
+    rollouts = read_rollouts(tmp_path / "run")
+    for step, age in ((1, 0), (2, 1), (3, 1)):
         record = read_metrics(tmp_path / "run")[step]
         assert 1 < record["train/mean_conversations"] < 2
         assert record["train/mean_turns"] == pytest.approx(1 + record["train/mean_conversations"])
         # The policy's own logprobs of all conversations are those that the engine told over HTTP.
-        assert record["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-3)
+        assert record["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-3 if age == 0 else 0.5)
         assert record["train/grad_norm"] > 1e-3
+        assert record["train/avg_trajectory_age"] == record["train/avg_token_age"] == age
+        for rollout in rollouts[step]:
+            for conversation in (rollout, *rollout["other_conversations"]):
+                assert conversation["weight_versions"] == [[step - 1 - age, sum(conversation["token_mask"])]]

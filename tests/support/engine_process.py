@@ -129,8 +129,8 @@ class EngineProcess:
     def load_bucket(self, bucket: WeightBucket) -> None:
         self._call("load_bucket", bucket)
 
-    def finish_refit(self) -> None:
-        self._call("finish_refit")
+    def finish_refit(self, version: int = 0) -> None:
+        self._call("finish_refit", version)
 
     def shutdown(self) -> None:
         self._call("shutdown")
@@ -146,7 +146,7 @@ class EngineProcess:
         return answer
 
 
-def send_weights(engine: GenerationEngine, tensors: Mapping[str, Tensor], buffer_bytes: int) -> None:
+def send_weights(engine: GenerationEngine, tensors: Mapping[str, Tensor], buffer_bytes: int, version: int = 0) -> None:
     """A refit with these tensors, in their order and in buckets of that size."""
     specs = [WeightSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
     sender = SharedMemorySender(specs, buffer_bytes)
@@ -154,7 +154,7 @@ def send_weights(engine: GenerationEngine, tensors: Mapping[str, Tensor], buffer
         sender.start(iter(tensors.items()))
         while (bucket := sender.next_bucket()) is not None:
             engine.load_bucket(bucket)
-        engine.finish_refit()
+        engine.finish_refit(version)
     finally:
         sender.close()
 

@@ -81,6 +81,14 @@ class Replay:
         if (collecting := self._config.grpo.async_grpo) is not None and collecting.enabled:
             found["avg_trajectory_age"] = min(self._num_steps, collecting.max_trajectory_age_steps)
             found["buffer_size"] = timing["train/buffer_size"]  # whatever had ended by then
+            ages = [
+                self._num_steps - version
+                for rollout in trained
+                for each in (rollout, *rollout["other_conversations"])
+                for version, count in each["weight_versions"]
+                for _ in range(count)
+            ]
+            found |= {"avg_token_age": fmean(ages), "max_token_age": max(ages)}
         self._num_steps += 1
         return found | self._train(trained)
 

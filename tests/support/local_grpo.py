@@ -26,7 +26,7 @@ from nemo_offload_rl.errors import UserError
 from nemo_offload_rl.experience.rollouts import Turns
 from nemo_offload_rl.keys.generation import SamplingSettings
 from nemo_offload_rl.keys.master import GrpoConfig
-from nemo_offload_rl.protocols.engine import Completion
+from nemo_offload_rl.protocols.engine import Completion, joined_versions
 from nemo_offload_rl.protocols.refit import WeightBucket
 from nemo_offload_rl.runs.loading import load_grpo_config
 from nemo_offload_rl.utils.logger import RunLogger
@@ -73,6 +73,7 @@ class HuggingFaceEngine:
         self.logit_noise = 0.0
         self.aborts = False
         self.calls: list[tuple[Sequence[Sequence[int]], list[list[Completion]]]] = []
+        self.version = 0
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingSettings, num_samples: int = 1
@@ -102,7 +103,7 @@ class HuggingFaceEngine:
         logprobs: list[float] = []
         for _ in range(sampling.max_new_tokens):
             if self.aborts:
-                return Completion(token_ids, logprobs, "abort")
+                return self._completion(token_ids, logprobs, "abort")
             logits_V = self._model(input_ids=torch.tensor([[*prompt, *token_ids]])).logits[0, -1]
             if self.logit_noise:
                 logits_V = logits_V + self.logit_noise * torch.randn(logits_V.shape, generator=draws)
@@ -117,8 +118,11 @@ class HuggingFaceEngine:
             token_ids.append(token)
             logprobs.append(float(logprobs_V[token]))
             if token % 5 == 0:  # often enough that lengths differ
-                return Completion(token_ids, logprobs, "stop")
-        return Completion(token_ids, logprobs, "length")
+                return self._completion(token_ids, logprobs, "stop")
+        return self._completion(token_ids, logprobs, "length")
+
+    def _completion(self, token_ids: list[int], logprobs: list[float], reason: str) -> Completion:
+        return Completion(token_ids, logprobs, reason, joined_versions([[(self.version, len(token_ids))]]))
 
     def load_bucket(self, bucket: WeightBucket) -> None:
         weights = dict(self._model.named_parameters())
@@ -135,8 +139,8 @@ class HuggingFaceEngine:
     def finish_generation(self, discard_weights: bool) -> None:
         """Always awake."""
 
-    def finish_refit(self) -> None:
-        """Nothing is cached."""
+    def finish_refit(self, version: int = 0) -> None:
+        self.version = version
 
     def shutdown(self) -> None:
         self._receiver.close()

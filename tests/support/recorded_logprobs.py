@@ -21,7 +21,7 @@ from model_families import save_family_folder
 from nemo_offload_rl.generation.vllm.logprob_recorder import LogprobRecorder
 from nemo_offload_rl.generation.vllm.requests import (
     completion_from_output,
-    recorded_logprobs,
+    recorded_tokens,
     sampled_tokens,
     sampling_params,
 )
@@ -61,7 +61,7 @@ def compared(engine: Any, **changes: Any) -> dict[str, Any]:
     while len(outputs) < len(requests):
         outputs.update((output.request_id, output) for output in engine._step())
     wanted = [list(astuple(tokens)) for output in outputs.values() for tokens in sampled_tokens(output)]
-    recorded = list(recorded_logprobs(engine._rpc("take_logprobs", (wanted, []))))
+    recorded = [logprobs for logprobs, _ in recorded_tokens(engine._rpc("take_logprobs", (wanted, [])))]
     returned = [completion_from_output(sample).logprobs for output in outputs.values() for sample in output.outputs]
     different = sum(
         a != b for one, other in zip(recorded, returned, strict=True) for a, b in zip(one, other, strict=True)

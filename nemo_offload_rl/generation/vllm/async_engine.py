@@ -175,9 +175,9 @@ class AsyncVllmEngine(VllmEngineBase):
             self._close_gate()
         super().load_bucket(bucket)
 
-    def finish_refit(self) -> None:
-        """See `GenerationEngine`; raises the version of the weights by one."""
-        super().finish_refit()
+    def finish_refit(self, version: int = 0) -> None:
+        """See `GenerationEngine`; raises the number of refits by one."""
+        super().finish_refit(version)
         self._served.version += 1
         self._open_gate()
 

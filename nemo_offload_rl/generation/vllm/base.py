@@ -166,13 +166,13 @@ class VllmEngineBase(ABC):
         self._weights_valid = False
         _raise_first(self._rpc("refit_load_bucket", (bucket_to_wire(bucket),)), RefitError)
 
-    def finish_refit(self) -> None:
+    def finish_refit(self, version: int = 0) -> None:
         """See `GenerationEngine`.
 
         Raises:
             RefitError: Weights did not come or were not used; the message names them.
         """
-        answers = self._rpc("refit_finish", ())
+        answers = self._rpc("refit_finish", (version,))
         _raise_first([answer for answer in answers if isinstance(answer, str)], RefitError)
         _check_all_was_read(answers)
         if not self._reset_prefix_cache():

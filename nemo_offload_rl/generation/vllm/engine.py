@@ -12,7 +12,7 @@ from nemo_offload_rl.generation.vllm.base import VllmEngineBase, start_error
 from nemo_offload_rl.generation.vllm.engine_args import engine_args
 from nemo_offload_rl.generation.vllm.requests import (
     completion_from_output,
-    recorded_logprobs,
+    recorded_tokens,
     sampled_tokens,
     sampling_params,
 )
@@ -111,8 +111,8 @@ class VllmEngine(VllmEngineBase):
         if not (self._records_logprobs and outputs):
             return [[completion_from_output(sample) for sample in output.outputs] for output in outputs]
         wanted = [list(astuple(response)) for output in outputs for response in sampled_tokens(output)]
-        logprobs = recorded_logprobs(self._rpc("take_logprobs", (wanted, [])))
-        return [[completion_from_output(sample, next(logprobs)) for sample in output.outputs] for output in outputs]
+        recorded = recorded_tokens(self._rpc("take_logprobs", (wanted, [])))
+        return [[completion_from_output(sample, next(recorded)) for sample in output.outputs] for output in outputs]
 
     def _wake_up(self, tags: list[str]) -> None:
         with self.deaths_told():

@@ -39,7 +39,7 @@ class SampledTokens:
 
 @dataclass(frozen=True)
 class _Step:
-    """One step's logprobs [N], numbers of requests and positions [2, N], and an event after which they are valid."""
+    """One step's logprobs [N], requests, positions and versions [3, N], and an event after which logprobs are valid."""
 
     logprobs: Tensor
     rows: NDArray[np.int32]
@@ -47,17 +47,22 @@ class _Step:
 
 
 class LogprobRecorder:
-    """Logprobs of sampled tokens, by request and position.
+    """Logprobs of sampled tokens, by request and position, and the version of weights that sampled each.
 
-    A token takes 4 bytes of the device until the next `take`, then 12 bytes of the host until its response is taken or
+    A token takes 4 bytes of the device until the next `take`, then 16 bytes of the host until its response is taken or
     dropped.
 
     Args:
         device: Device that samples.
         chunk_tokens: Tokens for which memory of the device is allocated at once.
+        version: Version of the weights.
+
+    Attributes:
+        version: Version of the weights that sample from now on.
     """
 
-    def __init__(self, device: torch.device, chunk_tokens: int = _CHUNK_TOKENS) -> None:
+    def __init__(self, device: torch.device, chunk_tokens: int = _CHUNK_TOKENS, version: int = 0) -> None:
+        self.version = version
         self._device = device
         self._chunk_tokens = chunk_tokens
         self._room = torch.empty(0, device=device)  # the rest of the last chunk
@@ -71,7 +76,7 @@ class LogprobRecorder:
             np.empty(0, np.int32),
         )  # requests of the last step
         self._logprobs = np.empty(0, np.float32)  # [T], on the host, as they were sampled
-        self._rows = np.empty((2, 0), np.int32)  # [2, T], as in `_Step`
+        self._rows = np.empty((3, 0), np.int32)  # [3, T], as in `_Step`
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def add(
@@ -87,7 +92,8 @@ class LogprobRecorder:
         """
         if requests != self._batch[0]:
             self._batch = (list(requests), self._numbers_of(requests))
-        rows = np.stack([self._batch[1], positions.astype(np.int32)])
+        version = np.full(len(positions), self.version, np.int32)
+        rows = np.stack([self._batch[1], positions.astype(np.int32), version])
         if not is_sampled.all():
             rows[0, ~is_sampled] = _UNKNOWN
         if len(self._room) < len(logprobs):
@@ -100,11 +106,17 @@ class LogprobRecorder:
             done.record()
         self._steps.append(_Step(kept, rows, done))
 
-    def take(self, responses: Sequence[SampledTokens], dropped: Sequence[str] = ()) -> list[NDArray[np.float32]]:
-        """Return the logprobs of complete responses; forget those, and all of the dropped requests.
+    def take(
+        self, responses: Sequence[SampledTokens], dropped: Sequence[str] = ()
+    ) -> list[tuple[NDArray[np.float32], list[int]]]:
+        """Return logprobs and versions of complete responses; forget those, and all of the dropped requests.
 
         A position that was sampled twice, since vLLM discarded the first token, has the last logprob. A step that the
         device still computes is not waited for: complete responses are of earlier steps.
+
+        Returns:
+            For each response its logprobs [count], and in turn a version of weights and the number of tokens that it
+            sampled.
 
         Raises:
             LookupError: A token was not recorded.
@@ -126,6 +138,8 @@ class LogprobRecorder:
         found[places] = True
         logprobs = np.empty(len(found), np.float32)
         logprobs[places] = self._logprobs[taken[inside]]  # of repeated places the last value stays
+        versions = np.empty(len(found), np.int32)
+        versions[places] = self._rows[2, taken[inside]]
         self._logprobs, self._rows = self._logprobs[owners == _KEPT], self._rows[:, owners == _KEPT]
         if not found.all():
             place = int(found.argmin())
@@ -134,7 +148,10 @@ class LogprobRecorder:
                 f"token {place - int(ends[place >= ends].max(initial=0))} of {response.count} of request "
                 f"{response.request} was not recorded when it was sampled"
             )
-        return np.split(logprobs, ends[:-1]) if responses else []
+        if not responses:
+            return []
+        of_each = zip(np.split(logprobs, ends[:-1]), np.split(versions, ends[:-1]), strict=True)
+        return [(each, _run_lengths(sampled_by)) for each, sampled_by in of_each]
 
     def _numbers_of(self, requests: Sequence[str]) -> NDArray[np.int32]:
         """Return a number for each request; no number is used twice."""
@@ -185,6 +202,12 @@ class LogprobRecorder:
             if number >= oldest:
                 by_number[number - oldest] = index
         return by_number[self._rows[0] - oldest]
+
+
+def _run_lengths(values: NDArray[np.int32]) -> list[int]:
+    """Return in turn a value and how often it comes before another one."""
+    starts = np.flatnonzero(np.diff(values, prepend=values[:1] - 1))
+    return np.stack([values[starts], np.diff(starts, append=len(values))], axis=1).ravel().tolist()
 
 
 def why_not(runner: Any) -> str | None:

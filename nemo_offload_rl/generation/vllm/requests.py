@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import astuple
+from itertools import batched
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,13 +13,16 @@ import numpy as np
 from nemo_offload_rl.errors import DataError
 from nemo_offload_rl.generation.vllm.logprob_recorder import SampledTokens
 from nemo_offload_rl.keys.generation import SamplingSettings
-from nemo_offload_rl.protocols.engine import Completion
+from nemo_offload_rl.protocols.engine import Completion, Versions
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
     from vllm.outputs import CompletionOutput
 
 _SEED_LIMIT = 2**63
+
+type Recorded = tuple[list[float], Versions]
+"""Logprobs of a response's tokens, and the versions of weights that sampled them."""
 
 
 class ServedWeights:
@@ -111,8 +115,8 @@ def sample_names(request: str, num_samples: int) -> list[str]:
     return [request] if num_samples == 1 else [f"{number}_{request}" for number in range(num_samples)]
 
 
-def recorded_logprobs(answers: Sequence[list[bytes] | str | None]) -> Iterator[list[float]]:
-    """Return each response's logprobs from all workers' answers to `take_logprobs`.
+def recorded_tokens(answers: Sequence[list[tuple[bytes, list[int]]] | str | None]) -> Iterator[Recorded]:
+    """Return what was recorded of each response from all workers' answers to `take_logprobs`.
 
     Raises:
         RuntimeError: A token's logprob was not recorded.
@@ -120,19 +124,20 @@ def recorded_logprobs(answers: Sequence[list[bytes] | str | None]) -> Iterator[l
     (answer,) = [answer for answer in answers if answer is not None]
     if isinstance(answer, str):
         raise RuntimeError(answer)
-    return (np.frombuffer(logprobs, np.float32).tolist() for logprobs in answer)
+    for logprobs, versions in answer:
+        pairs = tuple((version, count) for version, count in batched(versions, 2))
+        yield np.frombuffer(logprobs, np.float32).tolist(), pairs
 
 
-def completion_from_output(output: CompletionOutput, recorded: list[float] | None = None) -> Completion:
+def completion_from_output(output: CompletionOutput, recorded: Recorded | None = None) -> Completion:
     """Return the tokens and their sampler's logprobs, including the token that ended the response.
 
     Args:
         output: One response.
-        recorded: Its logprobs, if the workers recorded them; None if vLLM returned them.
+        recorded: What the workers recorded; None if vLLM returned the logprobs, and the versions are unknown.
     """
-    token_ids = list(output.token_ids)
-    logprobs = _returned_logprobs(output) if recorded is None else recorded
-    return Completion(token_ids, logprobs, output.finish_reason or "abort")
+    logprobs, versions = (_returned_logprobs(output), ()) if recorded is None else recorded
+    return Completion(list(output.token_ids), logprobs, output.finish_reason or "abort", versions)
 
 
 def _returned_logprobs(output: CompletionOutput) -> list[float]:
@@ -163,7 +168,7 @@ class Answers:
     def __init__(self, take: Callable[[list[list[Any]], list[str]], Awaitable[list[Any]]]) -> None:
         self.records_logprobs = False
         self._take = take
-        self._waiting: list[tuple[list[SampledTokens], asyncio.Future[list[list[float]]]]] = []
+        self._waiting: list[tuple[list[SampledTokens], asyncio.Future[list[Recorded]]]] = []
         self._dropped: list[str] = []
         self._reader: asyncio.Task[None] | None = None
 
@@ -175,11 +180,11 @@ class Answers:
         """
         if not self.records_logprobs:
             return [completion_from_output(sample) for sample in output.outputs]
-        read: asyncio.Future[list[list[float]]] = asyncio.get_running_loop().create_future()
+        read: asyncio.Future[list[Recorded]] = asyncio.get_running_loop().create_future()
         self._waiting.append((sampled_tokens(output), read))
         self._start_reading()
-        logprobs = await read
-        return [completion_from_output(*sample) for sample in zip(output.outputs, logprobs, strict=True)]
+        recorded = await read
+        return [completion_from_output(*sample) for sample in zip(output.outputs, recorded, strict=True)]
 
     def drop(self, request: str, num_samples: int) -> None:
         """Free the logprobs of a request that was aborted, or whose logprobs nobody asks for."""
@@ -197,9 +202,9 @@ class Answers:
             self._waiting, self._dropped = [], []
             wanted = [list(astuple(response)) for responses, _ in waiting for response in responses]
             try:
-                logprobs = recorded_logprobs(await self._take(wanted, dropped))
+                recorded = recorded_tokens(await self._take(wanted, dropped))
                 for responses, read in waiting:
-                    of_request = [next(logprobs) for _ in responses]
+                    of_request = [next(recorded) for _ in responses]
                     if not read.done():  # its caller was cancelled
                         read.set_result(of_request)
             except Exception as error:  # the engine has died

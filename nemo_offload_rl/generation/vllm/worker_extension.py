@@ -59,6 +59,7 @@ class WorkerExtension:
     _refit_loads: SeenLoads | None = None
     _refit_group: NcclGroup | None = None
     _recorder: LogprobRecorder | None = None
+    _version = 0
     _end_recording: Callable[[], None] | None = None
     _step_trace: ProcessTrace | None = None
 
@@ -98,9 +99,15 @@ class WorkerExtension:
             return str(error)
         return None
 
-    def refit_finish(self) -> str | dict[str, tuple[int, int]]:
-        """End the refit; return an error message, or the tensors read in part (`RefitSession.finish`)."""
+    def refit_finish(self, version: int) -> str | dict[str, tuple[int, int]]:
+        """End the refit; return an error message, or the tensors read in part (`RefitSession.finish`).
+
+        `version` is the number of the weights.
+        """
         session, self._refit_session = self._refit_session, None
+        self._version = version
+        if self._recorder is not None:
+            self._recorder.version = version
         if session is None:
             return "The refit was finished before any weights came"
         try:
@@ -131,12 +138,16 @@ class WorkerExtension:
         if not on or self.rank:
             return None
         if (reason := why_not(self.model_runner)) is None:
-            self._recorder = LogprobRecorder(self.device)
+            self._recorder = LogprobRecorder(self.device, version=self._version)
             self._end_recording = record_samples(self.model_runner, self._recorder)
         return reason
 
-    def take_logprobs(self, responses: list[list[Any]], dropped: list[str]) -> list[bytes] | str | None:
+    def take_logprobs(
+        self, responses: list[list[Any]], dropped: list[str]
+    ) -> list[tuple[bytes, list[int]]] | str | None:
         """Return the float32 logprobs of responses, an error message, or None if another worker records.
+
+        With the logprobs of a response come a version of weights and a number of tokens in turn, see `Versions`.
 
         Args:
             responses: For each one, the fields of `SampledTokens`.
@@ -148,4 +159,4 @@ class WorkerExtension:
             taken = self._recorder.take([SampledTokens(*response) for response in responses], dropped)
         except LookupError as error:
             return str(error)
-        return [logprobs.tobytes() for logprobs in taken]
+        return [(logprobs.tobytes(), versions) for logprobs, versions in taken]

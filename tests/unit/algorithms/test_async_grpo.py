@@ -33,7 +33,8 @@ SHORT = ("grpo.max_num_epochs=100", "policy.optimizer.kwargs.lr=1e-3", "policy.s
 OFF = "grpo.async_grpo.enabled=false"
 # What is about the buffer, or depends on clocks.
 OF_THE_BUFFER = (
-    "train/avg_trajectory_age", "train/buffer_size", "train/trained_length_mean", "train/sampled_length_mean",
+    "train/avg_trajectory_age", "train/buffer_size", "train/avg_token_age", "train/max_token_age",
+    "train/trained_length_mean", "train/sampled_length_mean",
 )  # fmt: skip
 
 
@@ -82,8 +83,9 @@ def test_ages_grow_to_the_bound_and_change_no_number_while_the_weights_stay_the_
     in_turn = run(tmp_path / "in turn", model, *keys, OFF)
     collected = run(tmp_path / "collected", model, *keys)
     assert numbers(collected) == numbers(in_turn)
-    ages = [record["train/avg_trajectory_age"] for record in collected.values()]
-    assert ages == [min(step, max_age) for step in range(STEPS)]
+    for name in ("avg_trajectory_age", "avg_token_age", "max_token_age"):
+        ages = [record[f"train/{name}"] for record in collected.values()]
+        assert ages == [min(step, max_age) for step in range(STEPS)]
     assert all(record["train/buffer_size"] in range(0, 2 * max_age + 1, 2) for record in collected.values())
     assert collected[STEPS]["train/buffer_size"] == 0
 
@@ -104,6 +106,9 @@ def test_rollouts_are_those_of_the_weights_that_their_age_says(tmp_path, model):
         for name in ("collected", "untrained", "in turn")
     ]
     assert said[0] == said[1] != said[2]
+    for name, version in (("collected", 0), ("in turn", 1)):
+        for rollout in read_rollouts(tmp_path / name)[2]:
+            assert rollout["weight_versions"] == [[version, len(rollout["token_ids"])]]
 
 
 def test_a_run_that_goes_on_draws_the_same_prompts_for_each_step_and_begins_with_the_present_weights(tmp_path, model):
@@ -143,7 +148,8 @@ class WithATail(PausableEngine):
                 assert self._refitted.wait_for(lambda: self.num_refits >= 3, 1500)
         return super().generate(prompts, sampling, num_samples)
 
-    def finish_refit(self) -> None:
+    def finish_refit(self, version: int = 0) -> None:
+        super().finish_refit(version)
         with self._refitted:
             self.num_refits += 1
             self._refitted.notify_all()
@@ -213,13 +219,31 @@ def test_responses_that_share_the_device_stop_while_the_policy_trains_and_go_on_
     assert len(rollouts) == STEPS * 2 * 4
     begun = [part for part in engine.parts if part.token_ids]
     assert begun and engine.parts  # some were stopped in the middle, some before their first token
-    for part in begun:
+    for part in begun:  # some were stopped a second time
         size = len(part.token_ids)
         goes_on = [
             rollout for rollout in rollouts
-            if rollout["token_ids"][:size] == part.token_ids and rollout["generation_logprobs"][:size] == part.logprobs
+            if any(
+                rollout["token_ids"][at : at + size] == part.token_ids
+                and rollout["generation_logprobs"][at : at + size] == part.logprobs
+                for at in range(len(rollout["token_ids"]) - size)
+            )
         ]  # fmt: skip
         assert goes_on and all(size < len(rollout["token_ids"]) <= 6 for rollout in goes_on)
+    of_several = False
+    for step, logged in read_rollouts(tmp_path).items():
+        ages = [
+            step - 1 - version
+            for rollout in logged
+            for version, count in rollout["weight_versions"]
+            for _ in range(count)
+        ]
+        assert len(ages) == sum(len(rollout["token_ids"]) for rollout in logged)
+        assert metrics[step]["train/avg_token_age"] == pytest.approx(sum(ages) / len(ages))
+        assert metrics[step]["train/max_token_age"] == max(ages) <= 2 and min(ages) >= 0
+        assert metrics[step]["train/avg_token_age"] <= metrics[step]["train/avg_trajectory_age"]
+        of_several = of_several or any(len(rollout["weight_versions"]) > 1 for rollout in logged)
+    assert of_several
 
 
 class Failing(KnownRewards):

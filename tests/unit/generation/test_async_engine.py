@@ -176,13 +176,13 @@ def check_weights_in_flight(engine: EngineProcess, recomputes: bool) -> None:
     shared = torch.randint(0, 256, (300,), generator=torch.Generator().manual_seed(0)).tolist()  # more than a block
     pause_s, num_old = 0.05, 0
     while not 2 <= num_old < num_tokens:  # until the pause is in the middle of the response
-        send_weights(engine, checkpoint_tensors(old), 2**20)
+        send_weights(engine, checkpoint_tensors(old), 2**20, version=4)
         engine.generate([[*shared, 1]], GREEDY)  # the prefix is cached
         engine.begin("generate", [prompt], replace(GREEDY, max_new_tokens=num_tokens))
         time.sleep(pause_s)
         engine.call("pause_generation", recomputes)
         engine.begin("generate", [[*shared, 2]], GREEDY)
-        send_weights(engine, checkpoint_tensors(new), 2**20)
+        send_weights(engine, checkpoint_tensors(new), 2**20, version=6)
         engine.call("resume_generation")
         ((response,),), ((late,),) = engine.ended(), engine.ended()
         token_ids, logprobs = prompt + response.token_ids, torch.tensor(response.logprobs)
@@ -190,6 +190,8 @@ def check_weights_in_flight(engine: EngineProcess, recomputes: bool) -> None:
         is_old = (logprobs - by_old).abs() < 1e-4
         num_old = num_tokens if is_old.all() else int(is_old.long().argmin())
         pause_s *= 2 if num_old < 2 else 0.7
+    assert response.versions == ((4, num_old), (6, len(response.token_ids) - num_old))
+    assert late.versions == ((6, len(late.token_ids)),)
     # The last token that the old weights sampled is the first that the new ones read.
     first = len(prompt) + num_old - 1
     past = None if recomputes else old(torch.tensor([token_ids[:first]])).past_key_values

@@ -29,15 +29,18 @@ def test_a_response_has_the_last_logprob_of_each_of_its_positions() -> None:
     recorder = LogprobRecorder(torch.device("cpu"), chunk_tokens=3)
     step(recorder, {"request-1": (4, -1.0), "0_request-2": (2, -2.0)})
     step(recorder, {"request-1": (5, -1.5), "0_request-2": (3, -2.5), "1_request-2": (2, -3.0)})
-    # The first request lost its last token, and is computed again in two pieces.
+    # The first request lost its last token, and is computed again in two pieces by other weights.
+    recorder.version = 7
     step(recorder, {"0_request-2": (4, -2.75), "request-1": (4, -9.0)}, ignored="request-1")
     step(recorder, {"request-1": (5, -1.25), "0_request-2": (5, -9.0)})  # the second ended a token before
     taken = recorder.take([SampledTokens("0_request-2", 2, 3), SampledTokens("request-1", 4, 2)])
-    assert [list(logprobs) for logprobs in taken] == [[-2.0, -2.5, -2.75], [-1.0, -1.25]]
+    assert [list(logprobs) for logprobs, _ in taken] == [[-2.0, -2.5, -2.75], [-1.0, -1.25]]
+    assert [versions for _, versions in taken] == [[0, 2, 7, 1], [0, 1, 7, 1]]
     # What a request without tokens, and one that goes on, have.
     step(recorder, {"1_request-2": (3, -3.5)})
     taken = recorder.take([SampledTokens("request-3", 7, 0), SampledTokens("1_request-2", 2, 2)])
-    assert [list(logprobs) for logprobs in taken] == [[], [-3.0, -3.5]]
+    assert [list(logprobs) for logprobs, _ in taken] == [[], [-3.0, -3.5]]
+    assert [versions for _, versions in taken] == [[], [0, 1, 7, 1]]
 
 
 def test_nothing_is_kept_of_requests_that_were_taken_or_dropped() -> None:

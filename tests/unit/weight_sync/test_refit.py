@@ -104,7 +104,7 @@ class Engine:
             assert self._policy.filled[bucket.index + 1].wait(1500), "the next bucket was not filled during the load"
         self.loaded |= {name: tensor.clone() for name, tensor in self._receiver.tensors(bucket)}
 
-    def finish_refit(self) -> None:
+    def finish_refit(self, version: int = 0) -> None:
         self._events.append("finish_refit")
 
 
