@@ -7,10 +7,10 @@ A small Qwen3 model (3.2 million parameters; with `--cpu` the demo's) is warmed 
 Each variant then trains it in a run of its own with the same seed. `_resident` keeps parameters and optimizer states on
 the device at all times; `_16_bit` has Adam's moments in bfloat16; `_finished` trains on the groups that finish first,
 while the others go on after the update, up to an age of 1 step (`_finished_2`: 2). With `--at-once` all run at the same
-time, and their seconds say less. Printed for each variant: held-out accuracy, how far engine and policy are apart, how much memory grew
-from the 20 steps after the tenth to the last 20 (medians), the slowest step over the median, how far rewards and losses
-are from those of the first variant over the first 20 steps, and how many steps of a `_resident` variant are not bit for
-bit those of its twin.
+time, and their seconds say less. Printed for each variant: held-out accuracy, how far engine and policy are apart, how
+much memory grew from the 20 steps after the tenth to the last 20 (medians), the slowest step over the median, how far
+rewards and losses are from those of the first variant over the first 20 steps, and how many steps of a `_resident`
+variant are not bit for bit those of its twin.
 Docs: docs/measurements/learning.md and docs/measurements/cpu.md; `plots.py` draws the curves.
 """
 
