@@ -215,10 +215,6 @@ class DTensorBackend:
             return totals.reduce(self._dp_group)
         for index, micro_batch in enumerate(micro_batches):
             before_micro_batch(index)
-            if self._rank_info.world_size == 1:
-                # With one rank, unreduced gradients take no more memory than reduced ones, so they are reduced once, at
-                # the end.
-                self._built.fsdp_root.set_requires_gradient_sync(index == len(micro_batches) - 1)
             batch, rows = self._built.on_device(micro_batch)
             reader = reader_for(loss_fn, batch, self._teacher_head)
             scores_BS = self._built.module(batch.input_ids, rows, reader)

@@ -28,8 +28,9 @@ from nemo_offload_rl.backends.dtensor.activation_offload import ActivationOffloa
 from nemo_offload_rl.backends.dtensor.built import BuiltModel
 from nemo_offload_rl.backends.dtensor.group_sizes import GroupSizes
 from nemo_offload_rl.backends.dtensor.model import ModelRows
+from nemo_offload_rl.backends.dtensor.one_rank import add_gradients
 from nemo_offload_rl.backends.dtensor.optim import gradient_norms
-from nemo_offload_rl.backends.dtensor.parallel import add_gradients, cast_inputs, gathered
+from nemo_offload_rl.backends.dtensor.parallel import cast_inputs, gathered
 from nemo_offload_rl.backends.dtensor.stand_ins import LayerInputs, SteppedModel, unsuited
 from nemo_offload_rl.backends.dtensor.supported import DROPS_AT_RANDOM
 from nemo_offload_rl.data.batch import TokenBatch

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _apply_to_tensors
 
 from nemo_offload_rl.backends.dtensor.experts import expert_modules
+from nemo_offload_rl.backends.dtensor.one_rank import use_one_rank
 from nemo_offload_rl.backends.dtensor.supported import (
     context_problem,
     experts_problem,
@@ -148,6 +149,8 @@ def apply_fsdp(
         module.set_gradient_divide_factor(1.0)
         # Otherwise a factor selects NCCL's pre-multiplied sum, which gloo lacks.
         module.set_force_sum_reduction_for_comms(True)
+    if meshes.fsdp.size() == 1:
+        use_one_rank(fsdp_modules(wrapped))
     return wrapped
 
 
@@ -240,29 +243,6 @@ def gathered(unit: FSDPModule) -> Iterator[None]:
 def cast_inputs[Values](values: Values, dtype: torch.dtype) -> Values:
     """Cast all floating-point tensors in nested `values`, as FSDP casts a unit's inputs."""
     return _apply_to_tensors(partial(_cast_fp_tensor, dtype), values)
-
-
-@torch.no_grad()
-def add_gradients(unit: FSDPModule) -> None:
-    """Add autograd's gradients, in the compute type, to the float32 gradients of a unit's parameters.
-
-    New gradients share one storage, as with FSDP. Unlike FSDP's reduction this takes no further memory.
-    """
-    group = unit._get_fsdp_state()._fsdp_param_group
-    if group is None:
-        return
-    ready = [parameter for parameter in group.fsdp_params if parameter.unsharded_param.grad is not None]
-    new = [parameter for parameter in ready if parameter.sharded_param.grad is None]
-    flat = torch.empty(sum(it.unsharded_param.numel() for it in new), dtype=torch.float32, device=group.device)
-    pieces = iter(flat.split([it.unsharded_param.numel() for it in new]))
-    for parameter in ready:
-        grad, sharded = parameter.unsharded_grad_data, parameter.sharded_param
-        parameter.unsharded_param.grad = None
-        if sharded.grad is None:
-            piece = next(pieces).view(parameter.sharded_size).copy_(grad)
-            sharded.grad = parameter.to_sharded_dtensor(piece)
-        else:
-            cast(DTensor, sharded.grad)._local_tensor.add_(grad)
 
 
 def full_tensor(parameter: Tensor, dtype: torch.dtype) -> Tensor:

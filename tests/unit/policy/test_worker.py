@@ -33,6 +33,8 @@ from safetensors.torch import load_file
 from token_stat_cases import hf_token_stats, with_predicted_tokens
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from nemo_offload_rl.backends.dtensor import parallel
+from nemo_offload_rl.backends.dtensor.one_rank import use_one_rank
 from nemo_offload_rl.errors import UserError
 from nemo_offload_rl.keys.policy import BatchingConfig, SchedulerMilestonesConfig, SchedulerPhaseConfig
 from nemo_offload_rl.keys.worker import TokenFilter
@@ -156,25 +158,28 @@ def test_the_entropy_is_that_at_the_temperature_of_rollouts(make_worker, folders
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_gradients_reduced_once_a_step_are_those_reduced_after_every_micro_batch(folders, precision):
+def test_one_rank_computes_the_gradients_and_logprobs_of_fsdp_itself(folders, precision, monkeypatch):
     folder, _ = folders("qwen3-tied")
     ends_uncounted = make_sparse_batch().select(range(7, -1, -1))  # its last two micro-batches count nothing
     assert not ends_uncounted.token_mask[4:].mul(ends_uncounted.sample_mask[4:, None]).any()
-    for batch in (make_batch(), ends_uncounted):
-        grads, events = [], []
-        for reduces_each in (False, True):
-            with one_rank_worker(folder, precision=precision, train_micro_batch_size=2) as worker:
-                if reduces_each:
-                    worker._backend._built.fsdp_root.set_requires_gradient_sync = events.append
+    found = []
+    for replaces in (use_one_rank, lambda units: None):
+        monkeypatch.setattr(parallel, "use_one_rank", replaces)
+        with one_rank_worker(folder, precision=precision, train_micro_batch_size=2) as worker:
+            found.append([])
+            for batch in (make_batch(), ends_uncounted):
                 worker.prepare_for_training()
                 worker.forward_backward(batch, NLL())
-                grads.append(full_grads(worker))
-        assert events == [False, False, False, True]  # four micro-batches of two rows
-        assert_equal(*grads)
+                found[-1].append(full_grads(worker))
+                worker.zero_grad()
+                worker.prepare_for_lp_inference()
+                found[-1].append({"logprobs": worker.get_logprobs(batch)})
+    for ours, theirs in zip(*found, strict=True):
+        assert_equal(ours, theirs)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_gradients_that_were_not_reduced_yet_are_given_up_with_the_step(folders, precision):
+def test_gradients_of_a_pass_that_broke_off_are_given_up(folders, precision):
     folder, _ = folders("qwen3-tied")
     grads = []
     for gives_up in (False, True):
