@@ -6,10 +6,11 @@
 
 A random model says nothing that ends, so each response has a length of its own, which is where it is cut: log-normal,
 its 99th percentile 8 times its median, from a hash of the prompt, the seed and its number. All sides draw from the same
-distribution. With one GPU policy and engine share it. With two, `synchronous` and `colocated` use both for policy and
-engines; `data` and `finished` have one for each. Printed for each side: steps an hour, without the first steps, which
-fill the pool, and the last, which empty it; tokens trained on per second of those steps; the mean length trained on and
-sampled; the age of the rollouts; seconds of waiting for rollouts and of training.
+distribution. With one GPU policy and engine share it. With two, `synchronous`, `colocated` and `kept` use both for
+policy and engines; `data` and `finished` have one for each. `kept` is `colocated`, but the KV cache of unfinished
+responses is kept on the host, where `colocated` computes it again. Printed for each side: steps an hour, without the
+first steps, which fill the pool, and the last, which empty it; tokens trained on per second of those steps; the mean
+length trained on and sampled; the age of the rollouts; seconds of waiting for rollouts and of training.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ APART = [
 SIDES = {
     "synchronous": [],
     "colocated": FINISHED,
+    "kept": [*FINISHED, "grpo.async_grpo.paused_kv=host"],
     "data": [*AHEAD, *APART, "grpo.async_grpo.order=data"],
     "finished": [*FINISHED, *APART],
 }
@@ -192,7 +194,7 @@ def main() -> None:
     parser.add_argument("--keys", nargs="*", default=[], help="overrides of all sides")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    names = args.sides or (["synchronous", "colocated"] if args.gpus == 1 and not args.cpu else list(SIDES))
+    names = args.sides or (["synchronous", "colocated", "kept"] if args.gpus == 1 and not args.cpu else list(SIDES))
     result: dict[str, Any] = {**measured_with(), "settings": {key: str(value) for key, value in vars(args).items()}}
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"

@@ -5,7 +5,7 @@ Taking the rollouts of a step means:
    weights (`grpo.async_grpo.in_flight_weight_updates`).
 2. Begin the rollouts that are due with these weights (`rollout_pool.py`).
 3. Wait for the step's rollouts.
-4. Engines that share the policy's devices give back what they generate, and sleep (`paused_rollouts.py`).
+4. Engines that share the policy's devices give back or put away what they generate, and sleep (`paused_rollouts.py`).
 Validation does the refit itself and begins no rollouts for training.
 """
 
@@ -83,7 +83,7 @@ class RolloutsAhead:
         self._loader = parts.loader
         self._pool: RolloutPool[Prompt, _Drawn] | None = None
         self._lengths: list[tuple[int, float]] = []  # batch and mean length of each group, as they finish
-        self._gate = Gate() if colocated else None
+        self._gate = Gate(keeps=parts.keeps_paused) if colocated else None
         if not colocated:
             loop.engine.around_refit = self._held if cfg.in_flight_weight_updates else self._drained
         if cfg.max_trajectory_age_steps > 1 and not cfg.in_flight_weight_updates:
@@ -180,7 +180,7 @@ class RolloutsAhead:
         return mean
 
     def _draw_in_thread(self, batch: int, first: int, prompts: Sequence[Prompt], number: int) -> _Drawn:
-        timer = PhaseTimer()
+        timer = PhaseTimer() if self._gate is None else PhaseTimer(self._gate.clock)
         with self._serving(timer, number) as engine:
             rollouts = self._loop.draw_ahead(batch, first, prompts, engine, timer)
         self._lengths.append((batch, rollouts.response_lengths().float().mean().item()))

@@ -1,14 +1,17 @@
 """Rollouts that share devices with the policy: they stop while it trains, and go on with its new weights.
 
-A gate is open while the engines generate. When a step has its rollouts, the gate shuts and the engines give back all
-responses as far as they are. Once the gate opens again, each is continued: prompt and tokens so far are the new prompt.
-Tokens keep the logprobs with which they were sampled.
+A gate is open while the engines generate. When a step has its rollouts, the gate shuts. Then there are two ways
+(`grpo.async_grpo.paused_kv`), and with both tokens keep the logprobs with which they were sampled:
+- The engines give back all responses as far as they are. Once the gate opens again, each is continued: prompt and
+  tokens so far are the new prompt.
+- The engines keep the responses through their sleep and go on with them by themselves, so calls last through it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,13 +26,28 @@ _ASK_AGAIN_S = 0.2
 
 
 class Gate:
-    """Lets calls to the engines pass while it is open, and counts them; it is shut at first."""
+    """Lets calls to the engines pass while it is open, and counts them; it is shut at first.
 
-    def __init__(self) -> None:
+    Args:
+        keeps: The engines keep their responses while the gate is shut.
+    """
+
+    def __init__(self, *, keeps: bool) -> None:
         self._changed = threading.Condition()
+        self._keeps = keeps
         self._is_open = False
         self._is_over = False
         self._num_inside = 0
+        self._open_s = 0.0  # until the gate opened last
+        self._opened_s = 0.0
+
+    def clock(self) -> float:
+        """Return the seconds that calls may have taken: all, or those with an open gate if calls last through it."""
+        now_s = time.perf_counter()
+        if not self._keeps:
+            return now_s
+        with self._changed:
+            return self._open_s + (now_s - self._opened_s if self._is_open else 0.0)
 
     @contextmanager
     def passing(self) -> Generator[None]:
@@ -52,7 +70,7 @@ class Gate:
 
     @contextmanager
     def open_for(self, engines: PausingEngine) -> Generator[None]:
-        """Open the gate; afterwards shut it and have the engines give back what they generate.
+        """Open the gate; afterwards shut it and have the engines give back what they generate, unless they keep it.
 
         Raises:
             WorkerDiedError: An engine has ended.
@@ -62,7 +80,7 @@ class Gate:
             yield
         finally:  # also after an error, whose engine may be dead
             self._set(is_open=False)
-        is_empty = False
+        is_empty = self._keeps
         while not is_empty:  # a call may reach its engine after the others were aborted
             engines.abort_generation()
             with self._changed:
@@ -76,7 +94,10 @@ class Gate:
 
     def _set(self, *, is_open: bool) -> None:
         with self._changed:
-            self._is_open = is_open
+            now_s = time.perf_counter()
+            if self._is_open:
+                self._open_s += now_s - self._opened_s
+            self._is_open, self._opened_s = is_open, now_s
             self._changed.notify_all()
 
 

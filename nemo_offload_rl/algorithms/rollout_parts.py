@@ -36,7 +36,8 @@ class RolloutParts:
 
     `restart_engine` takes the error that ended the engine. It raises that error if no restart is left, and otherwise
     restarts the engine and returns the new owner of each process. `pausing` is the same engine if it can take new
-    weights in the middle of responses, else None. `planned` are metrics of the run's plan.
+    weights in the middle of responses, else None; with `keeps_paused` it keeps unfinished responses through its sleep
+    by itself. `planned` are metrics of the run's plan.
     """
 
     policy: Policy
@@ -58,5 +59,6 @@ class RolloutParts:
     endpoint: EndpointParts | None = None
     overlong_rows: Mapping[str, int] = field(default_factory=dict[str, int])
     pausing: PausingEngine | None = None
+    keeps_paused: bool = False
     planned: Mapping[str, float] = field(default_factory=dict[str, float])
     profile_steps: Sequence[int] = ()

@@ -53,12 +53,12 @@ def _with_cache(vllm: VllmConfig, cluster: ClusterConfig) -> VllmConfig:
 
 def to_grpo_config(cfg: GrpoMasterConfig, resolved: Mapping[str, Any]) -> GrpoConfig:
     """Make a run's configuration from checked keys, and the plain dictionaries that they come from."""
-    return _of_run(GrpoConfig, cfg, resolved, worker=grpo_worker(cfg.policy, cfg.grpo.seed), engine=_engine(cfg))
+    return _of_run(GrpoConfig, cfg, resolved, worker=grpo_worker(cfg.policy, cfg.grpo), engine=_engine(cfg))
 
 
 def to_distillation_config(cfg: DistillationMasterConfig, resolved: Mapping[str, Any]) -> DistillationConfig:
     """Make the configuration of a distillation run; arguments as in `to_grpo_config`."""
-    worker = grpo_worker(cfg.policy, cfg.distillation.seed)
+    worker = grpo_worker(cfg.policy, cfg.distillation)
     model, topk = teacher_model(worker, cfg.teacher), cfg.distillation.topk_logits_k
     teacher = TeacherSettings(model=model, topk=topk, streams_layers=cfg.teacher.stream_layers)
     return _of_run(DistillationConfig, cfg, resolved, worker=worker, teacher_worker=teacher, engine=_engine(cfg))
@@ -74,6 +74,7 @@ def _engine(cfg: RolloutMasterConfig) -> VllmSettings:
         vllm_kwargs=policy.generation.vllm_kwargs,
         seed=section.seed,
         endpoint=_endpoint(cfg),
+        kept_kv_bytes=int(section.kept_kv_gib * 2**30) or None,
     )
 
 

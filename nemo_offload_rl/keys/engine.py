@@ -40,6 +40,8 @@ class VllmSettings(VllmConfig):
         vllm_kwargs: From `policy.generation`; passed to `vllm.LLM` unchanged.
         seed: From the section of the algorithm.
         endpoint: Settings of the HTTP server; None without `expose_http_server`.
+        kept_kv_bytes: Most bytes of unfinished responses' KV blocks that each worker keeps on the host while the engine
+            sleeps; None if the engine drops all of them.
     """
 
     model_name: str
@@ -47,6 +49,7 @@ class VllmSettings(VllmConfig):
     vllm_kwargs: Mapping[str, Any]
     seed: int
     endpoint: EndpointSettings | None = None
+    kept_kv_bytes: int | None = None
 
 
 @dataclass(frozen=True)

@@ -180,6 +180,23 @@ class AsyncGrpoConfig:
             "old weights. No effect without `in_flight_weight_updates`."
         ),
     ] = False
+    paused_kv: Annotated[
+        Literal["recompute", "host", "auto"],
+        doc(
+            "KV cache of unfinished responses while the policy trains on their engines' devices: recompute: dropped, "
+            "and computed again with the new weights. host: copied to the host and back, so that they continue with "
+            "the cache of the old weights. auto: host if the estimator expects the copies to take less time than "
+            "recomputing, else recompute. host and auto require engines on the policy's devices."
+        ),
+    ] = "recompute"
+    paused_kv_host_gib: Annotated[
+        float,
+        doc(
+            "Most page-locked GiB of host memory per GPU for `paused_kv`; what is beyond it is recomputed, the newest "
+            "responses first.",
+            gt=0,
+        ),
+    ] = 8.0
 
 
 @section
@@ -223,6 +240,11 @@ class RolloutSectionConfig:
         ),
     ] = False
     seed: Annotated[int, doc("Seed for data order, sampling and initialization.", ge=0)] = 42
+
+    @property
+    def kept_kv_gib(self) -> float:
+        """Most GiB per GPU of unfinished responses' KV blocks that the host keeps; 0 for none."""
+        return 0.0
 
     @property
     def validates(self) -> bool:
@@ -296,6 +318,12 @@ class GrpoSectionConfig(RolloutSectionConfig):
     def is_async(self) -> bool:
         """Whether rollouts are generated during training."""
         return self.async_grpo is not None and self.async_grpo.enabled
+
+    @property
+    def kept_kv_gib(self) -> float:
+        """See the base class."""
+        ahead = self.async_grpo
+        return ahead.paused_kv_host_gib if ahead and ahead.enabled and ahead.paused_kv != "recompute" else 0.0
 
     @property
     def prompts_per_generation_batch(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nemo_offload_rl.keys.grpo import RolloutSectionConfig
 from nemo_offload_rl.keys.policy import (
     PolicyConfig,
     RolloutKeys,
@@ -24,6 +25,7 @@ _NO_ROLLOUTS: Mapping[str, Any] = {
     "engine_memory_share": 0.0,
     "engine_kv_cache_gib": None,
     "engine_tensor_parallel_size": 1,
+    "engine_kept_kv_gib": 0.0,
     "colocated": False,
     "residency": "always",
     "residency_overrides": {},
@@ -73,6 +75,7 @@ class PolicySettings(RolloutKeys, TrainedPolicyConfig):
         engine_memory_share: Share of the device that the awake engine takes; 0 without a colocated engine.
         engine_kv_cache_gib: Fixed size of the engine's KV cache, which that share does not limit; None if not fixed.
         engine_tensor_parallel_size: Devices that share one engine.
+        engine_kept_kv_gib: Most GiB of KV blocks that the engine keeps on the host for this device while it sleeps.
         colocated: An engine shares this worker's device, and sleeps while the worker uses it.
         seed: Seed of the run.
     """
@@ -82,6 +85,7 @@ class PolicySettings(RolloutKeys, TrainedPolicyConfig):
     engine_memory_share: float
     engine_kv_cache_gib: float | None
     engine_tensor_parallel_size: int
+    engine_kept_kv_gib: float
     colocated: bool
     seed: int
 
@@ -125,8 +129,8 @@ class TeacherSettings:
     streams_layers: bool = False
 
 
-def grpo_worker(policy: PolicyConfig, seed: int) -> PolicySettings:
-    """Make the settings of a policy worker in a run with an engine."""
+def grpo_worker(policy: PolicyConfig, section: RolloutSectionConfig) -> PolicySettings:
+    """Make the settings of a policy worker in a run with an engine; `section` is the algorithm's."""
     generation = policy.generation
     vllm = generation.vllm_cfg
     return extend(
@@ -137,8 +141,9 @@ def grpo_worker(policy: PolicyConfig, seed: int) -> PolicySettings:
         engine_memory_share=vllm.gpu_memory_utilization,
         engine_kv_cache_gib=vllm.kv_cache_memory_gib,
         engine_tensor_parallel_size=vllm.tensor_parallel_size,
+        engine_kept_kv_gib=section.kept_kv_gib,
         colocated=generation.colocated.enabled and vllm.enable_sleep_mode,
-        seed=seed,
+        seed=section.seed,
     )
 
 

@@ -19,6 +19,7 @@ import yaml
 from nemo_offload_rl.backends.dtensor import torch_optim
 from nemo_offload_rl.backends.dtensor.activation_offload import host_bytes_at_most
 from nemo_offload_rl.backends.hf.model_folder import WEIGHT_PATTERNS, local_config, local_folder, local_model_config
+from nemo_offload_rl.keys.grpo import RolloutSectionConfig
 from nemo_offload_rl.keys.master import (
     DistillationMasterConfig,
     DpoMasterConfig,
@@ -246,10 +247,10 @@ class Account:
     @cached_property
     def settings(self) -> PolicySettings:
         """Settings of a policy worker."""
-        policy, seed = self.cfg.policy, self.cfg.algorithm[1].seed
-        if isinstance(policy, PolicyConfig):
-            return grpo_worker(policy, seed)
-        return supervised_worker(policy, seed, rows_per_item=2 if isinstance(self.cfg, DpoMasterConfig) else 1)
+        policy, (_, section) = self.cfg.policy, self.cfg.algorithm
+        if isinstance(policy, PolicyConfig) and isinstance(section, RolloutSectionConfig):
+            return grpo_worker(policy, section)
+        return supervised_worker(policy, section.seed, rows_per_item=2 if isinstance(self.cfg, DpoMasterConfig) else 1)
 
     def _expected(self, settings: PolicySettings, groups: Mapping[str, int]) -> ExpectedBytes:
         backend = settings.backend

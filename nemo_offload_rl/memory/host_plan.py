@@ -27,7 +27,7 @@ _GIB = 2**30
 SHARED_RESERVE_BYTES = 6 * _GIB
 # Names in messages for host memory other than state groups.
 ACTIVATIONS, LOADING, DEVICE_STATE = "offloaded activations", "loading", "state in use"
-PROCESS, ENGINE = "process", "engine"
+PROCESS, ENGINE, KEPT_KV = "process", "engine", "the engine's kept KV blocks"
 # Growth of a worker's process after its backend's libraries are imported: communicators, kernels, staging.
 GROWTH_BYTES = _GIB // 2
 # Main memory of whole processes, libraries and CUDA context included, without state: proportional set sizes of
@@ -143,6 +143,8 @@ def host_need(
                 engine_weight_bytes = sum(sizes.get(row, 0) for row in (PARAMS, PARAMS_PART, BASE))
             cache_bytes = int((settings.engine_kv_cache_gib or 0.0) * _GIB)
             other[ENGINE] = engine_weight_bytes + cache_bytes + ENGINE_PROCESS_BYTES["cpu"]
+    if settings.engine_kept_kv_gib:
+        other[KEPT_KV] = int(settings.engine_kept_kv_gib * _GIB)
     return HostNeed(settings, expected, device_bytes, other)
 
 
@@ -274,5 +276,5 @@ def host_bytes_by_owner(need: HostNeed, device_type: str, num_workers: int) -> d
     worker_bytes = processes[PROCESS] + sum(need.state_parts().values()) + in_use
     owners = {"policy": num_workers * worker_bytes}
     if ENGINE in processes:
-        owners["engine"] = num_workers * need.other.get(ENGINE, processes[ENGINE])
+        owners["engine"] = num_workers * (need.other.get(ENGINE, processes[ENGINE]) + need.other.get(KEPT_KV, 0))
     return {**owners, "driver": driver_bytes(need.settings, device_type)}

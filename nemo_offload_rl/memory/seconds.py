@@ -130,6 +130,38 @@ def step_seconds(account: Account, rates: GpuRates, work: Work) -> Mapping[Stage
     return _Step(account, account.sizes, rates, work).seconds()
 
 
+@dataclass(frozen=True)
+class PausedSeconds:
+    """Seconds of a GPU for each token of an unfinished response that an engine's sleep interrupts.
+
+    Attributes:
+        copies_s: Copying its KV cache to the host and back.
+        recompute_s: Computing it again.
+    """
+
+    copies_s: float
+    recompute_s: float
+
+
+def paused_seconds(account: Account, rates: GpuRates) -> PausedSeconds | None:
+    """Estimate both ways to go on with a response of half the longest length; None if the model's size is unknown."""
+    cfg, sizes = account.cfg, account.sizes
+    if not isinstance(cfg, RolloutMasterConfig) or sizes is None:
+        return None
+    vllm, length = cfg.policy.generation.vllm_cfg, max(1, cfg.policy.max_total_sequence_length // 2)
+    size = 1 if vllm.kv_cache_dtype.startswith("fp8") else _BF16_BYTES
+    num_bytes = cache_bytes_per_token(account, size) / vllm.tensor_parallel_size
+    flops = sizes.forward_flops([length]) / length / vllm.tensor_parallel_size
+    copies_s = num_bytes / rates.out_bytes_per_s + num_bytes / rates.in_bytes_per_s
+    return PausedSeconds(copies_s, flops / (_MATRIX_SHARE * rates.matrix_flops))
+
+
+def cache_bytes_per_token(account: Account, element_bytes: int) -> float:
+    """Count the bytes of a token's keys and values in all layers."""
+    shape = account.shape
+    return 2.0 * (shape.num_layers or 0) * (shape.num_kv_heads or 0) * (shape.head_dim or 0) * element_bytes
+
+
 class _Step:
     def __init__(self, account: Account, sizes: ModelSizes, rates: GpuRates, work: Work) -> None:
         self._account, self._cfg, self._sizes, self._rates, self._work = account, account.cfg, sizes, rates, work
@@ -291,7 +323,7 @@ class _Step:
         tensor = vllm.tensor_parallel_size
         engines = max(1, self._num_engine_gpus(cfg) // tensor)
         waiting = math.ceil(self._work.num_sequences / engines)
-        cache_each = self._cache_bytes_per_token(vllm_bytes=_BF16_BYTES) * self._work.length / tensor
+        cache_each = cache_bytes_per_token(self._account, _BF16_BYTES) * self._work.length / tensor
         most = int(cfg.policy.generation.vllm_kwargs.get("max_num_seqs") or waiting)
         if room := self._cache_room(cfg):
             most = min(most, max(1, int(room / cache_each))) if cache_each else most
@@ -315,10 +347,6 @@ class _Step:
         if colocated.enabled:
             return cfg.cluster.world_size
         return cfg.cluster.num_nodes * cfg.cluster.gpus_per_node - cfg.cluster.world_size
-
-    def _cache_bytes_per_token(self, vllm_bytes: int) -> float:
-        shape = self._account.shape
-        return 2.0 * (shape.num_layers or 0) * (shape.num_kv_heads or 0) * (shape.head_dim or 0) * vllm_bytes
 
     def _cache_room(self, cfg: RolloutMasterConfig) -> float:
         """Bytes of one GPU's part of the KV cache; 0 if it is unknown."""

@@ -1,14 +1,15 @@
-"""The plan of a run on its own GPUs, as metrics to compare with what is measured."""
+"""The plan of a run on its own GPUs: metrics to compare with what is measured, and what the plan chooses."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from nemo_offload_rl.keys.master import RunConfig
+from nemo_offload_rl.keys.master import GrpoConfig, RolloutConfig, RunConfig
 from nemo_offload_rl.memory.account import Account
 from nemo_offload_rl.memory.gpus import Gpu, gpu_here
 from nemo_offload_rl.memory.machine import Machine
-from nemo_offload_rl.memory.seconds import step_seconds, work_of
+from nemo_offload_rl.memory.seconds import paused_seconds, step_seconds, work_of
 
 _GIB = 2**30
 
@@ -33,3 +34,37 @@ def planned_metrics(config: RunConfig, gpu: Gpu | None = None) -> Mapping[str, f
         return planned
     planned |= {f"{stage.value}_s": seconds.total_s for stage, seconds in stages.items()}
     return planned | {"step_s": sum(seconds.total_s for seconds in stages.values())}
+
+
+def with_chosen_kv(config: RolloutConfig, gpu: Gpu | None = None) -> RolloutConfig:
+    """Choose for `grpo.async_grpo.paused_kv: auto` whether engines keep KV blocks on the host.
+
+    They do if the estimated copies take less time than computing the blocks again. Without a GPU of known rates, or if
+    the model's size is unknown, they keep none.
+
+    Args:
+        config: The run.
+        gpu: The GPU to plan for; None for the smallest of this machine.
+    """
+    if not _chooses_kv(config):
+        return config
+    gpu, seconds = gpu or gpu_here(), None
+    if gpu is not None and gpu.rates is not None:
+        seconds = paused_seconds(Account(config, Machine(gpu.memory_bytes), without_weights=True), gpu.rates)
+    if seconds is not None and seconds.copies_s < seconds.recompute_s:
+        return config
+    worker, engine = replace(config.worker, engine_kept_kv_gib=0.0), replace(config.engine, kept_kv_bytes=None)
+    return replace(config, worker=worker, engine=engine)
+
+
+def chosen_kv_line(config: RolloutConfig) -> str | None:
+    """Return what `with_chosen_kv` chose for this configuration, in words; None if a key says it."""
+    if not _chooses_kv(config):
+        return None
+    kept = "copied to the host and back" if config.engine.kept_kv_bytes else "computed again"
+    return f"grpo.async_grpo.paused_kv=auto: KV caches of unfinished responses are {kept} while the policy trains"
+
+
+def _chooses_kv(config: RolloutConfig) -> bool:
+    ahead = config.grpo.async_grpo if isinstance(config, GrpoConfig) else None
+    return ahead is not None and ahead.enabled and ahead.paused_kv == "auto"

@@ -31,7 +31,7 @@ from nemo_offload_rl.keys.megatron import MegatronConfig
 from nemo_offload_rl.keys.worker import TeacherSettings
 from nemo_offload_rl.runs.checks import begin, check_data_sets, check_profile_steps
 from nemo_offload_rl.runs.environments import load_code, open_environments
-from nemo_offload_rl.runs.planned import planned_metrics
+from nemo_offload_rl.runs.planned import chosen_kv_line, planned_metrics, with_chosen_kv
 from nemo_offload_rl.runs.result import RunResult, data_line, result_of, show_beginning
 from nemo_offload_rl.runs.workers import GrpoWorkers, grpo_workers, num_engine_devices
 from nemo_offload_rl.utils.flops import read_model_speed
@@ -138,6 +138,7 @@ def open_run(
     given = given or GivenObjects()
     code = load_code(config.env, given.environments, has_endpoint=config.engine.endpoint is not None)
     check_model(config.worker)
+    config = with_chosen_kv(config)
     name, section = config.algorithm
     tokenizer = load_tokenizer(config.policy.tokenizer)
     data = with_given_rows(config.data, given.train_data, given.validation_data)
@@ -180,6 +181,8 @@ def open_run(
         workers = stack.enter_context(grpo_workers(config, keep_reference, teacher, progress.starting))
         memory_file, period_s = run_logger.run_dir / MEMORY_FILE, config.logger.memory_sample_period_s
         memory = stack.enter_context(MemorySampler(workers.owners(), memory_file, period_s))
+        if chosen := chosen_kv_line(config):
+            progress.note(chosen)
         progress.note(f"residency plan of each policy worker:\n{workers.policy.residency_plan()}")
         parts = RolloutParts(
             policy=workers.policy,
@@ -201,6 +204,7 @@ def open_run(
             endpoint=_endpoint(config, workers),
             overlong_rows=prompts.overlong,
             pausing=workers.engine if config.engine.async_engine else None,
+            keeps_paused=config.engine.kept_kv_bytes is not None,
             planned=planned_metrics(config),
             profile_steps=config.logger.profile_steps,
         )

@@ -286,6 +286,7 @@ class LocalGrpo:
             memory=memory,
             speed=None,
             pausing=self.engine if isinstance(self.engine, PausableEngine) else None,
+            keeps_paused=self.config.engine.kept_kv_bytes is not None,
         )
         trainer = GrpoTrainer(grpo, config.loss_fn, config.policy.generation, parts)
         return trainer, last_step, resume_from

@@ -200,6 +200,7 @@ def _plain_settings(model_name: Path | str, tensor_parallel_size: int) -> Policy
         engine_memory_share=0.0,
         engine_kv_cache_gib=None,
         engine_tensor_parallel_size=1,
+        engine_kept_kv_gib=0.0,
         use_pinned_optimizer_offload=True,
         offload_optimizer_states_for_logprob=False,
         colocated=True,

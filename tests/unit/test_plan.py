@@ -32,7 +32,8 @@ from nemo_offload_rl.plan import (
     usable_host_bytes,
 )
 from nemo_offload_rl.residency import Phase
-from nemo_offload_rl.runs.planned import planned_metrics
+from nemo_offload_rl.runs.loading import load_grpo_config
+from nemo_offload_rl.runs.planned import chosen_kv_line, planned_metrics, with_chosen_kv
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -271,6 +272,30 @@ def test_a_step_took_the_seconds_and_moved_the_bytes_that_are_planned(name, tmp_
     assert {f"{use.phase.value}_gib": use.peak_bytes / GIB for use in plan.phases}.items() <= logged.items()
     assert {f"{stage.value}_s" for stage in plan.copies} <= logged.keys()
     assert logged["step_s"] > 0.99 * plan.step_s
+
+
+# The cache of a token is nearly as large in the model of 0.6 B as in that of 8 B.
+SMALL = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
+
+
+@pytest.mark.parametrize(("sizes", "is_kept"), [(SMALL, False), ({}, True)])
+def test_a_cache_is_kept_on_the_host_where_copies_take_less_time_than_computing_it_again(sizes, is_kept, tmp_path):
+    keys = ["enabled=true", "order=finished", "in_flight_weight_updates=true", "paused_kv=auto", "paused_kv_host_gib=4"]
+    overrides = [write_config(tmp_path, "Qwen3-8B"), *(f"grpo.async_grpo.{key}" for key in keys)]
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **sizes}))
+    overrides += [
+        "policy.generation.vllm_cfg.async_engine=true",
+        "loss_fn.use_importance_sampling_correction=true",
+        "policy.generation.colocated.enabled=true",
+    ]
+    config = load_grpo_config(str(ROOT / "examples/configs/grpo_math_1B.yaml"), overrides)
+    chosen = with_chosen_kv(config, KNOWN["H200"])
+    assert (chosen.engine.kept_kv_bytes, chosen.worker.engine_kept_kv_gib) == ((4 * GIB, 4.0) if is_kept else (None, 0))
+    assert ("copied to the host" if is_kept else "computed again") in chosen_kv_line(chosen)
+    # Both count in the host's memory, since only the run chooses.
+    plan, _ = plan_run(ROOT / "examples/configs/grpo_math_1B.yaml", overrides, Target(KNOWN["H200"]))
+    assert plan.account.need.parts()["the engine's kept KV blocks"] == 4 * GIB
 
 
 def test_a_micro_batch_that_does_not_fit_is_refused_with_the_keys_that_make_it_smaller(tmp_path):

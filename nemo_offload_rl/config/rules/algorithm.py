@@ -262,6 +262,25 @@ def rollouts_can_be_collected_during_training(cfg: GrpoMasterConfig) -> str | No
     return None
 
 
+def paused_responses_keep_their_cache_only_where_they_pause(cfg: GrpoMasterConfig) -> str | None:
+    """`paused_kv` other than `recompute` needs engines on the policy's devices, and no recomputed caches."""
+    ahead = cfg.grpo.async_grpo
+    if ahead is None or not cfg.grpo.kept_kv_gib:
+        return None
+    told = f"grpo.async_grpo.paused_kv is {ahead.paused_kv}, but"
+    if not cfg.policy.generation.colocated.enabled:
+        return (
+            f"{told} policy.generation.colocated.enabled is false, so responses do not stop while the policy trains; "
+            "set paused_kv to recompute"
+        )
+    if ahead.recompute_kv_cache_after_weight_updates:
+        return (
+            f"{told} recompute_kv_cache_after_weight_updates is true, which asks for the opposite; set paused_kv to "
+            "recompute, or the other to false"
+        )
+    return None
+
+
 def a_top_k_is_needed_for_what_is_outside_of_it(cfg: DistillationMasterConfig) -> str | None:
     """`zero_outside_topk` needs `topk_logits_k`."""
     if cfg.loss_fn.zero_outside_topk and cfg.distillation.topk_logits_k is None:
@@ -305,6 +324,7 @@ def a_megatron_teacher_has_no_streamed_layers(cfg: DistillationMasterConfig) -> 
 RULES: tuple[Rule[GrpoMasterConfig], ...] = (
     baselines_need_two_responses,
     rollouts_can_be_collected_during_training,
+    paused_responses_keep_their_cache_only_where_they_pause,
     dynamic_sampling_needs_groups,
     only_dynamic_sampling_draws_larger_batches,
     on_policy_ratio_needs_one_update_per_step,

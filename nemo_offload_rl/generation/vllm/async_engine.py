@@ -11,8 +11,10 @@ import concurrent.futures
 import itertools
 import threading
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.generation.served_rollouts import ServedCall
 from nemo_offload_rl.generation.vllm.base import VllmEngineBase, start_error
 from nemo_offload_rl.generation.vllm.engine_args import engine_args
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from nemo_offload_rl.generation.vllm.http_server import HttpServer
 
 T = TypeVar("T")
+_SHOW_PERIOD_S = 5.0
 
 
 class AsyncVllmEngine(VllmEngineBase):
@@ -60,8 +63,10 @@ class AsyncVllmEngine(VllmEngineBase):
         self._places: dict[concurrent.futures.Future[list[Completion]], tuple[int, int]] = {}  # of `begin_generation`
         self._served = ServedWeights()
         self._answers = Answers(self._take_logprobs)
-        self._pausing = threading.Condition()  # guards `_recomputes`, and the state that calls check
+        self._pausing = threading.Condition()  # guards the two below, and the state that calls check
         self._recomputes: bool | None = None  # while paused: whether KV caches are computed again
+        self._has_put_away = False  # from before a sleep until responses go on
+        self._shows_waiting: asyncio.Task[None] | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-async", daemon=True)
         self._thread.start()
@@ -150,23 +155,32 @@ class AsyncVllmEngine(VllmEngineBase):
 
         self._wait(go_on())
         with self._pausing:
-            self._recomputes = None
+            self._recomputes, self._has_put_away = None, False
             self._pausing.notify_all()
 
     def check_ready(self) -> None:
-        """See `VllmEngineBase`; waits while the engine is paused."""
+        """See `VllmEngineBase`; waits while the engine is paused, or sleeps with unfinished responses put away."""
         with self._pausing:
-            self._pausing.wait_for(lambda: self._recomputes is None)
+            self._pausing.wait_for(lambda: self._recomputes is None and not self._has_put_away)
             super().check_ready()
 
     def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
-        """See `GenerationEngine`; the HTTP server answers once the engine is awake with valid weights."""
+        """See `GenerationEngine`; once it is ready, the HTTP server answers, and responses put away go on."""
         super().prepare_for_generation(tags)
         self._open_gate()
+        self._bring_back()
 
     def finish_generation(self, discard_weights: bool) -> None:
-        """See `GenerationEngine`; the HTTP server aborts open requests, and refuses until the engine is ready again."""
+        """See `GenerationEngine`; puts unfinished responses away if the settings say so.
+
+        The HTTP server aborts open requests, and refuses until the engine is ready again.
+
+        Raises:
+            ConfigError: The KV cache is not laid out so that parts of it can be put away.
+        """
         self._close_gate()
+        if self._settings.kept_kv_bytes is not None and self.is_ready and not self._has_put_away:
+            self._put_away()
         super().finish_generation(discard_weights)
 
     def load_bucket(self, bucket: WeightBucket) -> None:
@@ -180,6 +194,7 @@ class AsyncVllmEngine(VllmEngineBase):
         super().finish_refit(version)
         self._served.version += 1
         self._open_gate()
+        self._bring_back()
 
     def endpoint_url(self) -> str:
         """URL of the HTTP server, without a path."""
@@ -233,6 +248,34 @@ class AsyncVllmEngine(VllmEngineBase):
     def _close_gate(self) -> None:
         if self._server is not None:
             self._wait(self._server.close_gate())
+
+    def _put_away(self) -> None:
+        """Hold all responses and new calls, and copy the KV blocks that responses go on with to the host."""
+        with self._pausing:
+            self._has_put_away = True
+
+        async def stop() -> Any:
+            self._served.runs.clear()
+            self._shows_waiting = asyncio.create_task(self._show_waiting())
+            await self._engine.pause_generation(mode="keep", clear_cache=False)
+            return await self._engine.reset_prefix_cache()  # see `keeping_scheduler`
+
+        for problem in self._rpc("put_away_kv", (self._wait(stop()),)):
+            if problem is not None:
+                raise ConfigError(problem)
+
+    def _bring_back(self) -> None:
+        """Copy the KV blocks that were put away back and let responses go on, if the engine is ready."""
+        if self._has_put_away and self.is_ready:
+            self._rpc("bring_back_kv", ())
+            self.resume_generation()
+
+    async def _show_waiting(self) -> None:
+        """Show progress while responses wait on purpose, so that their calls do not count as hung."""
+        while not self._served.runs.is_set():
+            show_progress()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._served.runs.wait(), _SHOW_PERIOD_S)
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         with self.deaths_told():
@@ -288,17 +331,29 @@ class AsyncVllmEngine(VllmEngineBase):
         found = [(future.result()[0], self._places.pop(future, None)) for future in answered]
         return [(*place, completion) for completion, place in found if place is not None]  # else of another call
 
+    # vLLM's engine drops the blocks of all responses before a sleep and lets them go on with the last tag that wakes,
+    # so responses that were put away sleep without its knowledge.
+
     def _wake_up(self, tags: list[str]) -> None:
-        self._wait(self._engine.wake_up(tags))
+        if self._has_put_away:
+            self._rpc("wake_up", (tags,))
+        else:
+            self._wait(self._engine.wake_up(tags))
 
     def _sleep(self, level: int) -> None:
-        self._wait(self._engine.sleep(level))
+        if self._has_put_away:
+            self._rpc("sleep", (level,))
+        else:
+            self._wait(self._engine.sleep(level))
 
     def _rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         return self._wait(self._engine.collective_rpc(method, args=args))
 
     def _reset_prefix_cache(self) -> bool:
+        if self._has_put_away:
+            return True  # done then
         if self._recomputes is False and self._engine.output_processor.has_unfinished_requests():
             # Unfinished requests keep their blocks. Later requests have another salt, so they do not read them.
             return True
-        return self._wait(self._engine.reset_prefix_cache(reset_running_requests=self._recomputes is True))
+        answer = self._wait(self._engine.reset_prefix_cache(reset_running_requests=self._recomputes is True))
+        return answer is not False  # `keeping_scheduler` returns blocks

@@ -97,6 +97,11 @@ def engine_args(settings: VllmSettings, device_type: str) -> dict[str, Any]:
         # Use child processes. Inside a placement group vLLM would start Ray actors, for which the policy workers of
         # these GPUs leave no slot.
         arguments["distributed_executor_backend"] = "mp"
+    if settings.kept_kv_bytes is not None:
+        from nemo_offload_rl.generation.vllm.keeping_scheduler import KeptKvSettings
+
+        arguments["scheduler_cls"] = f"{_PACKAGE}.keeping_scheduler.keeping_scheduler"
+        arguments["additional_config"] = KeptKvSettings(settings.kept_kv_bytes)
     if settings.kv_cache_memory_gib is not None:
         arguments["kv_cache_memory_bytes"] = int(settings.kv_cache_memory_gib * 2**30)
     if device_type == "cpu":

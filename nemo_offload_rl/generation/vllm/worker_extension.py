@@ -13,9 +13,11 @@ from typing import Any
 import torch
 
 from nemo_offload_rl.generation.vllm.device_memory import wait_for_room
+from nemo_offload_rl.generation.vllm.kept_kv import KeptKv
 from nemo_offload_rl.generation.vllm.logprob_recorder import LogprobRecorder, SampledTokens, record_samples, why_not
 from nemo_offload_rl.generation.vllm.weight_loading import RefitSession, SeenLoads
 from nemo_offload_rl.protocols.refit import RefitError, RefitGroupAddress, TensorSlice, WeightBucket
+from nemo_offload_rl.residency import ResidencyError
 from nemo_offload_rl.utils.liveness import dump_stacks_on_signal
 from nemo_offload_rl.utils.traces import ProcessTrace, named_range
 from nemo_offload_rl.weight_sync.cuda_ipc import CudaIpcHandle, CudaIpcSender, SharedBuffer
@@ -62,6 +64,7 @@ class WorkerExtension:
     _version = 0
     _end_recording: Callable[[], None] | None = None
     _step_trace: ProcessTrace | None = None
+    _kept_kv: KeptKv | None = None
 
     def dump_stacks_on_signal(self) -> None:
         """See `utils/liveness.py`; this worker may run in another process than the engine."""
@@ -120,6 +123,22 @@ class WorkerExtension:
     ) -> bool | str:
         """See `device_memory.wait_for_room`; each of `process_names` is [process id, name]."""
         return wait_for_room(tags, timeout_s, {int(pid): str(name) for pid, name in process_names}, extra_bytes)
+
+    def put_away_kv(self, block_ids: list[int]) -> str | None:
+        """Copy the contents of KV blocks to the host; return None or an error message."""
+        if self._kept_kv is None:
+            limit_bytes = self.model_runner.vllm_config.additional_config.limit_bytes
+            self._kept_kv = KeptKv(self.model_runner, self.device, limit_bytes)
+        try:
+            self._kept_kv.put_away(block_ids)
+        except (ValueError, ResidencyError) as error:
+            return str(error)
+        return None
+
+    def bring_back_kv(self) -> None:
+        """Copy the contents of the blocks that were put away back to where they were."""
+        assert self._kept_kv is not None
+        self._kept_kv.bring_back()
 
     def refit_abort(self) -> None:
         """Drop an unfinished refit."""

@@ -23,6 +23,7 @@ from local_grpo import (
 )
 from tiny_models import save_model_folder
 
+from nemo_offload_rl.algorithms.paused_rollouts import Gate
 from nemo_offload_rl.environments.interfaces import Response, Score
 from nemo_offload_rl.errors import AgreementError, DataError, UserError, WorkerDiedError
 from nemo_offload_rl.keys.generation import SamplingSettings
@@ -244,6 +245,43 @@ def test_responses_that_share_the_device_stop_while_the_policy_trains_and_go_on_
         assert metrics[step]["train/avg_token_age"] <= metrics[step]["train/avg_trajectory_age"]
         of_several = of_several or any(len(rollout["weight_versions"]) > 1 for rollout in logged)
     assert of_several
+
+
+class Keeping(PausableEngine):
+    """Takes calls while it sleeps, and answers them with the weights that it has when it wakes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_awake = True
+        self.num_sleeps = 0
+
+    def abort_generation(self) -> None:
+        raise AssertionError("it keeps its responses")
+
+    def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
+        if not self.is_awake and (tags is None or "kv_cache" in tags):
+            self.is_awake = True
+            self.resume_generation()
+
+    def finish_generation(self, discard_weights: bool) -> None:
+        if self.is_awake:
+            self.pause_generation(recompute_kv_cache=False)
+            self.is_awake = False
+            self.num_sleeps += 1
+
+
+def test_an_engine_that_keeps_its_responses_while_it_sleeps_is_asked_to_give_none_back(tmp_path, model):
+    engine = Keeping()
+    keys = (*colocated_ahead(2), "grpo.async_grpo.paused_kv=host", "grpo.val_period=2", "grpo.max_val_samples=2")
+    metrics = run(tmp_path, model, *keys, engine=engine, validation=make_prompts([MIXED] * 2))
+    assert list(metrics) == [*range(1, STEPS + 1)] and engine.num_sleeps > 1
+    assert all(0 <= record["train/avg_trajectory_age"] <= 2 for record in metrics.values())
+    assert metrics[1]["train/token_mult_prob_error"] == pytest.approx(1, abs=1e-5)
+    gate = Gate(keeps=True)
+    began_s = gate.clock()
+    with gate.open_for(engine):
+        assert gate.clock() > began_s
+    assert gate.clock() == gate.clock()  # the seconds of training are none of a call's
 
 
 class Failing(KnownRewards):

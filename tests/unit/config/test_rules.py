@@ -273,6 +273,20 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
         (AHEAD, "use_importance_sampling_correction is false"),
         ([*AHEAD, WEIGHTED, "grpo.async_grpo.order=finished"], "in_flight_weight_updates is false"),
     ],
+    "paused_responses_keep_their_cache_only_where_they_pause": [
+        ([*AHEAD, WEIGHTED, "grpo.async_grpo.paused_kv=host"], "responses do not stop"),
+        (
+            [
+                *AHEAD,
+                WEIGHTED,
+                *FINISHED,
+                "policy.generation.colocated.enabled=true",
+                "grpo.async_grpo.recompute_kv_cache_after_weight_updates=true",
+                "grpo.async_grpo.paused_kv=auto",
+            ],
+            "paused_kv is auto, but recompute_kv_cache_after_weight_updates is true",
+        ),
+    ],
     "only_dynamic_sampling_draws_larger_batches": [(["grpo.batch_multiplier=2"], "set it to 1 or")],
     "on_policy_ratio_needs_one_update_per_step": [
         (["loss_fn.force_on_policy_ratio=true", "policy.train_global_batch_size=64"], "make them equal")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -14,10 +15,12 @@ from pathlib import Path
 import openai
 import psutil
 import pytest
+import spoiled_kv
 import torch
-from closeness import assert_close
+from closeness import assert_close, relative_difference
 from echo_workers import cpu_cluster
 from engine_process import TOKEN, EngineProcess, endpoint_settings, engine_process, engine_settings, send_weights
+from forked import Script
 from model_families import checkpoint_tensors, make_family, save_family_folder
 from ray_workers import RefitPolicy
 
@@ -26,12 +29,15 @@ from nemo_offload_rl.distributed.generation_engine import RayGenerationEngine
 from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster, cluster_session
 from nemo_offload_rl.distributed.watch import CallTimes
 from nemo_offload_rl.errors import ConfigError, DataError, WorkerDiedError, WorkerHungError
+from nemo_offload_rl.generation.vllm.engine_args import vllm_env
+from nemo_offload_rl.keys.engine import VllmSettings
 from nemo_offload_rl.keys.generation import SamplingSettings
 from nemo_offload_rl.protocols.engine import Completion
 from nemo_offload_rl.weight_sync.refit import refit
 
 GREEDY = SamplingSettings(max_new_tokens=8, temperature=0.0)
 PROMPTS = [torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (4, 9, 150)]
+BLOCK_TOKENS = 128  # of vLLM's cache on a CPU
 CORE_DIED = "a process of vLLM's engine core has ended"
 
 
@@ -167,10 +173,18 @@ def test_a_response_under_way_goes_on_with_new_weights_and_what_is_asked_meanwhi
         for recomputes in (True, False):
             check_weights_in_flight(engine, recomputes)
         check_aborted(engine)
+        engine.start(keeping_settings(tmp_path, 2**30))
+        check_weights_in_flight(engine, recomputes=False, sleeps=True)
+        check_same_as_without_sleep(engine)
+        engine.start(keeping_settings(tmp_path, block_bytes()))
+        check_kept_within_limit(engine)
 
 
-def check_weights_in_flight(engine: EngineProcess, recomputes: bool) -> None:
-    """With the KV cache that the old weights computed, or with one that the new ones compute again."""
+def check_weights_in_flight(engine: EngineProcess, recomputes: bool, *, sleeps: bool = False) -> None:
+    """With the KV cache that the old weights computed, or with one that the new ones compute again.
+
+    If the engine sleeps meanwhile, the old one is put away on the host.
+    """
     old, new = make_family("qwen3", 1), make_family("qwen3", 2)
     prompt, num_tokens = [5, 6, 7, 8], 300
     shared = torch.randint(0, 256, (300,), generator=torch.Generator().manual_seed(0)).tolist()  # more than a block
@@ -180,10 +194,17 @@ def check_weights_in_flight(engine: EngineProcess, recomputes: bool) -> None:
         engine.generate([[*shared, 1]], GREEDY)  # the prefix is cached
         engine.begin("generate", [prompt], replace(GREEDY, max_new_tokens=num_tokens))
         time.sleep(pause_s)
-        engine.call("pause_generation", recomputes)
+        if sleeps:
+            engine.finish_generation(discard_weights=True)
+            engine.prepare_for_generation(["weights"])
+        else:
+            engine.call("pause_generation", recomputes)
         engine.begin("generate", [[*shared, 2]], GREEDY)
         send_weights(engine, checkpoint_tensors(new), 2**20, version=6)
-        engine.call("resume_generation")
+        if sleeps:
+            engine.prepare_for_generation()
+        else:
+            engine.call("resume_generation")
         ((response,),), ((late,),) = engine.ended(), engine.ended()
         token_ids, logprobs = prompt + response.token_ids, torch.tensor(response.logprobs)
         by_old = logprobs_of(old(torch.tensor([token_ids])).logits[0, len(prompt) - 1 : -1], response.token_ids)
@@ -202,6 +223,65 @@ def check_weights_in_flight(engine: EngineProcess, recomputes: bool) -> None:
     for last, begun_later in ((2, late), (3, later)):
         logits = new(torch.tensor([[*shared, last, *begun_later.token_ids]])).logits[0, len(shared) : -1]
         assert_close(torch.tensor(begun_later.logprobs), logprobs_of(logits, begun_later.token_ids))
+
+
+def keeping_settings(folder: Path, kept_kv_bytes: int) -> VllmSettings:
+    """Of an engine that loses its cache as it falls asleep, but for these bytes."""
+    return engine_settings(
+        folder,
+        async_engine=True,
+        kept_kv_bytes=kept_kv_bytes,
+        vllm_kwargs={"worker_extension_cls": spoiled_kv.BY_NAME},
+    )
+
+
+def block_bytes() -> int:
+    """Of a block of the CPU's cache."""
+    config = make_family("qwen3", 0).config
+    return config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * 4 * BLOCK_TOKENS
+
+
+def sleep_in_the_middle(
+    engine: EngineProcess, prompts: list[list[int]], sampling: SamplingSettings, num_kept: int
+) -> tuple[list[Completion], list[Completion]]:
+    """Responses without a sleep, and with one in which so many blocks are kept, both with the same weights."""
+    weights = checkpoint_tensors(make_family("qwen3", 1))
+    send_weights(engine, weights, 2**20)
+    whole = [one for (one,) in engine.generate(prompts, sampling)]
+    send_weights(engine, weights, 2**20)  # so that no prompt is cached
+    wait_s, kept = 0.05, -1
+    while kept != num_kept:  # until the sleep is in the middle of the responses
+        engine.begin("generate", prompts, sampling)
+        time.sleep(wait_s)
+        engine.finish_generation(discard_weights=True)
+        (kept,) = engine.call("_rpc", "num_kept", ())
+        engine.prepare_for_generation(["weights"])
+        send_weights(engine, weights, 2**20)
+        engine.prepare_for_generation()
+        slept = [one for (one,) in engine.ended()]
+        wait_s *= 0.7 if wait_s > 1 else 1.5
+    return whole, slept
+
+
+def check_same_as_without_sleep(engine: EngineProcess) -> None:
+    """A response is bit for bit the same, and so is the next one of its prompt, whose cached blocks are lost."""
+    prompt = torch.randint(0, 256, (BLOCK_TOKENS + 2,), generator=torch.Generator().manual_seed(0)).tolist()
+    whole, slept = sleep_in_the_middle(engine, [prompt], replace(GREEDY, max_new_tokens=200), num_kept=2)
+    assert slept == whole
+    engine.finish_generation(discard_weights=False)  # of the same weights, so that nothing but the sleep drops a prefix
+    engine.prepare_for_generation()
+    ((again,),) = engine.generate([prompt], GREEDY)
+    assert again.token_ids == whole[0].token_ids[:8]
+    assert_close(torch.tensor(again.logprobs), torch.tensor(whole[0].logprobs[:8]))
+
+
+def check_kept_within_limit(engine: EngineProcess) -> None:
+    """Of two responses one is kept; the other is computed again, which gives the same tokens."""
+    prompts, sampling = [[5, 6, 7, 8], [9, 10, 11, 12]], replace(GREEDY, max_new_tokens=BLOCK_TOKENS - 4)
+    whole, slept = sleep_in_the_middle(engine, prompts, sampling, num_kept=1)
+    for one, other in zip(whole, slept, strict=True):
+        assert one.token_ids == other.token_ids
+        assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs))
 
 
 def check_aborted(engine: EngineProcess) -> None:
@@ -231,6 +311,30 @@ def check_aborted(engine: EngineProcess) -> None:
         logits = model(torch.tensor([prompt + token_ids])).logits[0, len(prompt) - 1 : -1]
         assert_close(torch.tensor(said.logprobs), logprobs_of(logits[:num_said], said.token_ids))
         assert more.token_ids == logits[num_said:].argmax(-1).tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_response_goes_on_from_the_hosts_copy_of_its_cache_after_a_sleep_that_freed_the_gpu(tmp_path: Path) -> None:
+    verdicts, output = tmp_path / "verdicts.json", tmp_path / "output"
+    output.mkdir()
+    script = Script(
+        [Path(__file__).parents[2] / "support/slept_responses.py", tmp_path / "model", verdicts],
+        output,
+        cwd=tmp_path,
+        env={**os.environ, **vllm_env("cuda")},
+    )
+    ended = script.wait(1500)
+    assert ended.status == 0, ended.stderr
+    found = json.loads(verdicts.read_text())
+    assert found["kept"] > 1 and found["freed_bytes"] > 2**25  # of a cache of 2**26
+    whole, slept = found["whole"], found["slept"]
+    pairs = list(zip(whole["token_ids"], slept["token_ids"], strict=False))
+    num_same = next((place for place, (one, other) in enumerate(pairs) if one != other), len(pairs))
+    # Other kernels may round another way, so that a token comes which is as likely; in any case after the sleep.
+    assert num_same > 16 * found["kept"] - found["num_prompt"]
+    logprobs = [torch.tensor(one["logprobs"][:num_same]) for one in (slept, whole)]
+    assert relative_difference(*logprobs) < 2e-2  # of bfloat16
 
 
 def logprobs_of(logits: torch.Tensor, token_ids: list[int]) -> torch.Tensor:

@@ -53,7 +53,8 @@ def settings_of(table: dict, overrides: list[str], most: int, folder: Path) -> P
         *overrides,
     ]
     path = ROOT / "examples" / "configs" / EXAMPLES[table["backend"]]
-    return grpo_worker(validate_keys(load_config(path, given), GrpoMasterConfig).policy, 0)
+    keys = validate_keys(load_config(path, given), GrpoMasterConfig)
+    return grpo_worker(keys.policy, keys.grpo)
 
 
 def with_tokens(table: dict) -> int:

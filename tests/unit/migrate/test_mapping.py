@@ -56,6 +56,8 @@ ONE_AHEAD = {
     "max_trajectory_age_steps": 1,
     "in_flight_weight_updates": False,
     "recompute_kv_cache_after_weight_updates": False,
+    "paused_kv": "recompute",
+    "paused_kv_host_gib": 8.0,
 }
 
 
