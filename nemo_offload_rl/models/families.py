@@ -67,6 +67,8 @@ class ModelFamily:
         attention_softcap: The same for attention scores before the softmax.
         has_sinks: Whether the softmax of attention scores has one more, learned score for each head.
         tells_attention_bounds: Whether transformers' model tells its attention where the rows of a packed row begin.
+        mends_latent_attention: Whether transformers' latent attention leaves out YaRN's factor of scores, or has norms
+            of latent states with another epsilon than the model's.
         refused: By backend, the settings that it refuses.
     """
 
@@ -89,6 +91,7 @@ class ModelFamily:
     attention_softcap: str | None = None
     has_sinks: bool = False
     tells_attention_bounds: bool = True
+    mends_latent_attention: bool = False
     refused: Mapping[str, tuple[Refusal, ...]] = field(default_factory=dict)
 
 
@@ -107,6 +110,19 @@ _DEEPSEEK = (
     Refusal("scoring_func", ("sigmoid",), "but the model library takes sigmoid"),
     Refusal("tie_word_embeddings", (None, False), "but the engine would have two matrices"),
     Refusal("topk_method", ("noaux_tc",), "but the model library takes noaux_tc"),
+)
+_DEEPSEEK_V2 = (
+    Refusal("moe_layer_freq", (None, 1), "but the model library takes 1"),
+    Refusal("norm_topk_prob", (None, False), "but the model library leaves the weights of experts as they are"),
+    Refusal("scoring_func", (None, "softmax"), "but the model library takes softmax"),
+    Refusal("topk_method", (None, "greedy"), "but the model library computes only greedy"),
+)
+_MINIMAX_M2 = (
+    Refusal("qk_norm_type", (None, "per_layer"), "but the model library takes per_layer"),
+    Refusal("scoring_func", (None, "sigmoid"), "but the model library takes sigmoid"),
+    Refusal("shared_intermediate_size", (None, 0), "but the model library has no shared experts in its family"),
+    Refusal("use_qk_norm", (None, True), "but the model library has norms of queries and keys"),
+    Refusal("use_routing_bias", (None, True), "but the model library chooses experts with a bias"),
 )
 _GPT_OSS = (
     Refusal("attention_bias", (None, True), "but the engine has biases in all projections"),
@@ -134,6 +150,13 @@ FAMILIES: Mapping[str, ModelFamily] = {
             logits_factor="logit_scale",
         ),
         ModelFamily("cwm", "CWM", (DTENSOR,), has_window=windows.unless_types_say_no),
+        ModelFamily(
+            "deepseek_v2",
+            "DeepSeek-V2-Lite",
+            (DTENSOR,),
+            mends_latent_attention=True,
+            refused={DTENSOR: _DEEPSEEK_V2},
+        ),
         ModelFamily(
             "deepseek_v3",
             "DeepSeek-V3, Moonlight",
@@ -202,6 +225,14 @@ FAMILIES: Mapping[str, ModelFamily] = {
             },
         ),
         ModelFamily(
+            "glm4_moe_lite",
+            "GLM-4.7-Flash",
+            (DTENSOR,),
+            has_expert_bias=True,
+            mends_latent_attention=True,
+            refused={DTENSOR: (Refusal("first_k_dense_replace", (None, 1), "but the model library takes 1"),)},
+        ),
+        ModelFamily(
             "gpt_oss",
             "gpt-oss",
             (DTENSOR, MEGATRON),
@@ -229,6 +260,14 @@ FAMILIES: Mapping[str, ModelFamily] = {
         ModelFamily("hyperclovax", "HyperCLOVA X", (DTENSOR,), logits_factor="logits_scaling"),
         ModelFamily("jais2", "Jais 2", (DTENSOR,), activations=("relu2",)),
         ModelFamily("llama", "Llama 2, 3", (DTENSOR, MEGATRON), refused={MEGATRON: (_ATTENTION_BIAS, _MLP_BIAS)}),
+        ModelFamily(
+            "minimax_m2",
+            "MiniMax-M2 (16-bit folders)",
+            (DTENSOR,),
+            has_expert_bias=True,
+            rotates_part=True,
+            refused={DTENSOR: _MINIMAX_M2},
+        ),
         ModelFamily(
             "mistral",
             "Mistral",
@@ -412,6 +451,12 @@ def tells_attention_bounds(config: ModelConfig) -> bool:
     """Whether transformers' model tells its attention where the rows of a packed row begin."""
     family = family_of(config)
     return family is None or family.tells_attention_bounds
+
+
+def mends_latent_attention(config: ModelConfig) -> bool:
+    """Whether transformers' latent attention differs from the published one (see `ModelFamily`)."""
+    family = family_of(config)
+    return family is not None and family.mends_latent_attention
 
 
 def logits_divisor(config: ModelConfig) -> float:

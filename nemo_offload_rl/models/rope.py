@@ -43,7 +43,13 @@ def each_rope(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def rotated_parts(config: Mapping[str, Any]) -> set[float]:
     """Return all values that a config has for the rotated share of each head."""
     said = [config.get("partial_rotary_factor"), *(rope.get("partial_rotary_factor") for rope in each_rope(config))]
-    return {part for part in said if part is not None}
+    return {part for part in (*said, _rotated_part(config)) if part is not None}
+
+
+def _rotated_part(config: Mapping[str, Any]) -> float | None:
+    """Return the share that `rotary_dim` means (MiniMax-M2), which transformers 5.12.1 does not read; None without."""
+    size, head_dim = config.get("rotary_dim"), config.get("head_dim")
+    return size / head_dim if isinstance(size, int) and isinstance(head_dim, int) and head_dim else None
 
 
 def malformed_rope(config: Mapping[str, Any]) -> str | None:
@@ -101,10 +107,20 @@ def attention_factor(config: Mapping[str, Any], rope: Mapping[str, Any]) -> floa
     return 1.0
 
 
+def yarn_score_factor(config: Mapping[str, Any]) -> float:
+    """Return the factor of latent attention's scores that YaRN's `mscale_all_dim` means (DeepSeek-V2 and later)."""
+    rope = rope_settings(config)
+    scale = rope.get("mscale_all_dim")
+    return _yarn_scale(_factor(config, rope), scale) ** 2 if rope_type(config) == _YARN and scale else 1.0
+
+
 def with_published_factor(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return settings with which transformers computes the published factor; None if the config's own do."""
+    """Return settings with which transformers computes the published factor and share; None if the config's own do."""
+    part = _rotated_part(config)
 
     def complete(rope: Mapping[str, Any]) -> Mapping[str, Any]:
+        if part is not None and rope.get("partial_rotary_factor") is None:
+            rope = {**rope, "partial_rotary_factor": part}
         if rope.get("attention_factor") is not None or all(rope.get(key) is None for key in _OF_ENGINES):
             return rope
         return {**rope, "attention_factor": attention_factor(config, rope)}

@@ -26,18 +26,32 @@ _BIASES_LEFT_OUT = Refusal("attention_bias", (None, False), _LEFT_OUT)
 _BIASES_ADDED = Refusal("attention_bias", (None, False), _ADDED)
 _ONE_MATRIX = Refusal("tie_word_embeddings", (None, True), "but the engine has one matrix for both")
 _TWO_MATRICES = Refusal("tie_word_embeddings", (None, False), "but the engine would have two matrices")
+_PAIRS = Refusal("rope_interleave", (None, True), "but the engine rotates pairs of neighbours")
 _ROPE_OF_ENGINE = ("mrope_section", "rope_dim", "use_fope")  # of vLLM's `get_rope`
 
 SETTINGS: Mapping[str, tuple[Refusal, ...]] = {
     "cohere": (_ONE_MATRIX, _BIASES_LEFT_OUT),
     "cohere2": (_ONE_MATRIX, _BIASES_LEFT_OUT),
     "cwm": (_BIASES_ADDED,),
+    "deepseek_v2": (_BIASES_LEFT_OUT, Refusal("mlp_bias", (None, False), _LEFT_OUT), _TWO_MATRICES),
     "ernie4_5": (_BIASES_ADDED, Refusal("use_bias", (None, False), _LEFT_OUT)),
     "exaone4": (_BIASES_ADDED, Refusal("mlp_bias", (None, False), _ADDED)),
     "gemma": (_ONE_MATRIX, _BIASES_LEFT_OUT),
     "gemma2": (_ONE_MATRIX,),
     "gemma3_text": (_ONE_MATRIX,),
     "glm4_moe": (_TWO_MATRICES,),
+    "glm4_moe_lite": (
+        _BIASES_LEFT_OUT,
+        Refusal("first_k_dense_replace", (), "without which the engine does not start", refused=(None,)),
+        _PAIRS,
+        _TWO_MATRICES,
+    ),
+    "minimax_m2": (
+        Refusal("rotary_dim", (), "without which the engine does not start", refused=(None,)),
+        Refusal("scoring_func", ("sigmoid",), "but the engine needs sigmoid by name"),
+        _TWO_MATRICES,
+        Refusal("use_routing_bias", (True,), "but without it the engine has no bias to choose experts with"),
+    ),
     "mistral": (_BIASES_ADDED,),
     "olmo2": (_BIASES_LEFT_OUT,),
     "olmo3": (_BIASES_LEFT_OUT,),

@@ -127,6 +127,21 @@ _EXAONE_MOE = {
     "sliding_window_pattern": 3,
     "routed_scaling_factor": 1.5,
 }
+# As GLM-4.7-Flash and DeepSeek-V2: latent attention whose heads have values of their own size.
+_LATENT = {
+    "hidden_size": 64,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 48,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 1,
+    "num_hidden_layers": 3,
+}
 _HY_V3 = {**_BIASED_EXPERTS, "expert_hidden_dim": 48, "router_scaling_factor": 1.5, "qk_norm": True, "route_norm": True}
 # A divisor of the logits that leaves greedy choices their margins.
 _GRANITE = {
@@ -167,6 +182,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere-norms-tied": ("cohere", {"logit_scale": 0.7, "use_qk_norm": True}),
     "cohere2-tied": ("cohere2", published("commandr7b")),
     "cwm": ("cwm", {"head_dim": 32, "bos_token_id": 257, **published("cwm")}),
+    "deepseek_v2": (
+        "deepseek_v2",
+        {**_LATENT, **published("deepseek-v2-lite"), "kv_lora_rank": 32, "initializer_range": 0.15},
+    ),
     "deepseek_v3": ("deepseek_v3", _DEEPSEEK),
     "deepseek_v3-four": (
         "deepseek_v3",
@@ -187,6 +206,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("glm", {"head_dim": 32, **published("glm-9b")}),
     "glm4": ("glm4", {"head_dim": 32, **published("glm4")}),
     "glm4_moe": ("glm4_moe", {**published("glm45"), **_GLM4_MOE}),
+    "glm4_moe_lite": ("glm4_moe_lite", {**_LATENT, **published("glm-4.7-flash")}),
     "gpt_oss": ("gpt_oss", {**_GPT_OSS, **published("gptoss", 4)}),
     "granite": ("granite", {**published("granite-3.3-8b"), "attention_multiplier": 0.2}),
     "granite-tied": ("granite", {**published("granite-3.0-8b"), **_GRANITE}),
@@ -199,6 +219,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-llama3": ("llama", {"rope_parameters": _LLAMA3}),
     "llama-odd": ("llama", {"vocab_size": 389, "head_dim": 64}),
     "llama-bias": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "minimax_m2": (
+        "minimax_m2",
+        {**published("minimax-m2"), **_QWEN3, "rotary_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
     "mistral": ("mistral", {"head_dim": 32, **published("mistral-7b-v0.3")}),
     "mistral-window": ("mistral", {"head_dim": 32, **published("mistral01")}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, **published("mixtral")}),
@@ -272,20 +296,32 @@ def drawn_model(config: PreTrainedConfig, seed: int) -> Any:
 def as_published(model: Any) -> Any:
     """Hugging Face's model, changed in place where transformers computes another function than the published one.
 
-    It leaves out `attn_factor` of YaRN, and scales rotary embeddings of OLMo 3's layers with a window too.
+    It leaves out `attn_factor` of YaRN, scales rotary embeddings of OLMo 3's layers with a window too, rotates whole
+    heads of MiniMax-M2, and scores of DeepSeek-V2 lack a factor.
     """
     rope, rotary = model.config.rope_parameters, model.base_model.rotary_emb
+    if model.config.model_type == "minimax_m2":
+        part = {"partial_rotary_factor": model.config.rotary_dim / model.config.head_dim}
+        model.base_model.rotary_emb = type(rotary)(_with_rope(model.config, {**rope, **part}))
+    if model.config.model_type in ("deepseek_v2", "glm4_moe_lite"):
+        all_dim, factor = rope.get("mscale_all_dim", 0), rope.get("factor", 1)
+        for layer in model.base_model.layers:
+            layer.self_attn.scaling = (0.1 * all_dim * math.log(factor) + 1) ** 2 / math.sqrt(48 + 16)
+            for norm in (layer.self_attn.kv_a_layernorm, getattr(layer.self_attn, "q_a_layernorm", None)):
+                if norm is not None:
+                    norm.variance_epsilon = model.config.rms_norm_eps
     if rope.get("attn_factor") is not None:
         rotary.attention_scaling = rope["attn_factor"] * (0.1 * math.log(rope["factor"]) + 1)
     if model.config.model_type == "olmo3":
-        plain = model.config.__class__(
-            **{**model.config.to_dict(), "rope_parameters": {"rope_theta": rope["rope_theta"]}}
-        )
-        rotate = type(rotary)(plain)
+        rotate = type(rotary)(_with_rope(model.config, {"rope_theta": rope["rope_theta"]}))
         for layer in model.base_model.layers:
             if layer.self_attn.sliding_window is not None:
                 layer.self_attn.forward = partial(_attend_rotated_by, rotate, layer.self_attn.forward)
     return model
+
+
+def _with_rope(config: Any, rope: dict[str, Any]) -> Any:
+    return config.__class__(**{**config.to_dict(), "rope_parameters": rope})
 
 
 def _attend_rotated_by(rotate: Any, attend: Any, hidden_states: Tensor, **given: Any) -> Any:
@@ -309,6 +345,7 @@ _HUB_NAMES = {
         ".mlp.e_score_correction_bias": ".mlp.expert_bias",
         ".mlp.shared_experts.": ".mlp.shared_mlp.",
     },
+    "minimax_m2": {".mlp.": ".block_sparse_moe."},
     "mixtral": {".mlp.": ".block_sparse_moe."},
 }
 
@@ -323,7 +360,7 @@ def checkpoint_name(model: Any, name: str) -> str:
 def checkpoint_tensors(model: Any) -> dict[str, Tensor]:
     """The tensors of a model as its family's checkpoints have them: each expert on its own, but for gpt-oss."""
     is_stacked = model.config.model_type == "gpt_oss"
-    is_mixtral = model.config.model_type == "mixtral"
+    is_mixtral = model.config.model_type in ("mixtral", "minimax_m2")
     *halves, down = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
     biases = {name: bias for name, bias in model.named_buffers() if name.endswith("e_score_correction_bias")}
     tensors = {checkpoint_name(model, name): bias for name, bias in biases.items()}

@@ -21,7 +21,8 @@ from nemo_offload_rl.backends.hf.model_folder import find_weight_files, is_hub_n
 from nemo_offload_rl.backends.hf.weight_files import COMPUTED, HubNames, Piece, WeightFiles, check_same_tensors
 from nemo_offload_rl.backends.ranks import failing_together
 from nemo_offload_rl.errors import UserError, first_line
-from nemo_offload_rl.models.families import dropout_rates, has_plain_rope_in_windows
+from nemo_offload_rl.models.families import dropout_rates, has_plain_rope_in_windows, mends_latent_attention
+from nemo_offload_rl.models.rope import yarn_score_factor
 from nemo_offload_rl.residency import local_tensor
 
 _META = torch.device("meta")
@@ -56,9 +57,25 @@ def build_causal_lm(config: Any, attention: str, *, dropout: bool = False) -> An
     _compute_buffers(model)
     if has_plain_rope_in_windows(config.to_dict()):
         _rotate_plainly_in_windows(model)
+    if mends_latent_attention(config.to_dict()):
+        mend_latent_attention(model)
     # A padding row without gradient would depend on the vocabulary's split; padding gets no gradient anyway.
     model.get_input_embeddings().padding_idx = None
     return model.eval()
+
+
+def mend_latent_attention(model: Any) -> None:
+    """Give latent attention YaRN's factor of scores, and its norms the model's epsilon, as published and in vLLM.
+
+    transformers 5.12.1 has neither the factor for DeepSeek-V2, nor the epsilon for GLM-4.7-Flash.
+    """
+    factor = yarn_score_factor(model.config.to_dict())
+    layers: Any = decoder_layers(model)
+    for attention in (layer.self_attn for layer in layers):
+        attention.scaling = attention.qk_head_dim**-0.5 * factor
+        for name in ("q_a_layernorm", "kv_a_layernorm"):
+            if hasattr(attention, name):
+                getattr(attention, name).variance_epsilon = model.config.rms_norm_eps
 
 
 class _TwoRotations(nn.Module):

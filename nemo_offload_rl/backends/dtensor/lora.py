@@ -82,7 +82,11 @@ def adapted_layers(causal_lm: Any, settings: DTensorLoraConfig) -> list[str]:
     if not settings.match_all_linear:
         _check_targets(causal_lm, settings.target_modules)
     output, key = causal_lm.get_output_embeddings(), "policy.dtensor_cfg.lora_cfg"
-    linear = {name: layer for name, layer in causal_lm.named_modules() if isinstance(layer, nn.Linear)}
+    # Routers get none: most are no linear layers, and DeepSeek-V2 reads the weight of its own without calling it.
+    routers = {f"{name}.gate" for name, module in causal_lm.named_modules() if hasattr(module, "experts")}
+    linear = {
+        name: layer for name, layer in causal_lm.named_modules() if isinstance(layer, nn.Linear) and name not in routers
+    }
     if settings.match_all_linear:
         named = [name for name, layer in linear.items() if layer is not output]
     else:

@@ -47,7 +47,7 @@ class StackedExperts:
         from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
         self._layers: dict[str, Any] = {
-            module.layer_name: module for module in model.modules() if isinstance(module, RoutedExperts)
+            place_of(name): module for name, module in model.named_modules() if isinstance(module, RoutedExperts)
         }
 
     def takes(self, name: str) -> bool:
@@ -102,6 +102,14 @@ def _shape(own_name: str, num_experts: int, inner: int, hidden: int, has_bias: b
         return num_experts, 2 * inner if own_name == _GATE_UP_BIAS else hidden
     rows, columns = (2 * inner, hidden) if own_name == GATE_UP else (hidden, inner)
     return (num_experts, columns, rows) if has_bias else (num_experts, rows, columns)
+
+
+def place_of(name: str) -> str:
+    """Return the checkpoint's name of a layer's experts, given that of vLLM's module with their weights.
+
+    The module's own `layer_name` is another one for MiniMax-M2.
+    """
+    return name.removesuffix(".routed_experts")
 
 
 def local_experts(layer: Any) -> Iterator[tuple[int, int]]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nemo_offload_rl.generation.vllm.stacked_experts import PARAMETERS, StackedExperts, local_experts
+from nemo_offload_rl.generation.vllm.stacked_experts import PARAMETERS, StackedExperts, local_experts, place_of
 from nemo_offload_rl.generation.vllm.write_recorder import Span, WriteRecorder, gaps, merged
 from nemo_offload_rl.protocols.refit import RefitError, TensorSlice, WeightBucket, listed
 from nemo_offload_rl.weight_sync.cuda_ipc import CudaIpcReceiver, CudaIpcSender
@@ -213,15 +213,14 @@ def _missing_weights(model: nn.Module, written: list[Span]) -> list[str]:
             parts = list(_parts(modules[place], place, own_name, parameter, packed))
             found = [part for part, (begin, end) in parts if any(first < end and begin < last for first, last in holes)]
             if len(found) == len(parts):
-                found = _stacked(modules[place], own_name) or found
+                found = _stacked(place, own_name) or found
             missing += found or [name]
     return missing
 
 
-def _stacked(module: nn.Module, own_name: str) -> list[str]:
+def _stacked(place: str, own_name: str) -> list[str]:
     """Name of the stacked tensor for a parameter of experts; empty for other parameters."""
-    layer_name = getattr(module, "layer_name", None)
-    return [f"{layer_name}.{kind}" for kind, parameter in PARAMETERS.items() if parameter == own_name]
+    return [f"{place_of(place)}.{kind}" for kind, parameter in PARAMETERS.items() if parameter == own_name]
 
 
 def _parts(
@@ -242,7 +241,7 @@ def _parts(
             begin, num_bytes = start + local * row_bytes, row_bytes // len(names)
             for index, name in enumerate(names):
                 span = (begin + index * num_bytes, begin + (index + 1) * num_bytes)
-                yield f"{module.layer_name}.{expert}.{name}.weight", span
+                yield f"{place_of(place)}.{expert}.{name}.weight", span
     elif isinstance(module, ColumnParallelLinear):
         parent, _, fused = place.rpartition(".")
         names = packed.get(fused, ())

@@ -83,6 +83,17 @@ def test_a_plan_with_an_unknown_style_or_none_is_refused_by_name(model_type: str
             {"use_sliding_window": True},
             "use_sliding_window true, whose windows the engine would give to other layers",
         ),
+        (
+            "deepseek_v2",
+            {"topk_method": "group_limited_greedy"},
+            'topk_method "group_limited_greedy", but the model library computes only greedy',
+        ),
+        ("glm4_moe_lite", {"first_k_dense_replace": 3}, "first_k_dense_replace 3, but the model library takes 1"),
+        (
+            "minimax_m2",
+            {"use_routing_bias": False},
+            "use_routing_bias false, but the model library chooses experts with a bias",
+        ),
         ("qwen2_moe", {"qkv_bias": False}, "qkv_bias false, but the engine has biases of queries, keys and values"),
     ],
 )

@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nemo_offload_rl.generation.vllm.engine_args import as_the_policy_reads_it
 from nemo_offload_rl.models.families import FAMILIES, MEGATRON, unsupported_settings
-from nemo_offload_rl.models.rope import for_engine, with_published_factor
+from nemo_offload_rl.models.rope import for_engine, with_published_factor, yarn_score_factor
 from nemo_offload_rl.models.served import unserved
 
 
@@ -75,6 +75,13 @@ def test_the_factor_of_longrope_is_said_in_both_vocabularies() -> None:
     assert for_engine(published) is None
     given = config | {"rope_parameters": config["rope_parameters"] | {"attention_factor": 1.3}}
     assert for_engine(given)["long_mscale"] == 1.3
+
+
+def test_the_rotated_share_and_the_factor_of_scores_that_transformers_does_not_read_are_the_published_ones() -> None:
+    assert with_published_factor(PUBLISHED["minimax-m2"] | {"rope_scaling": {}}) == {"partial_rotary_factor": 0.5}
+    # As `modeling_deepseek.py` of DeepSeek-V2-Lite: (0.1 * 0.707 * log(40) + 1) ** 2
+    assert yarn_score_factor(PUBLISHED["deepseek-v2-lite"]) == pytest.approx(1.589623, rel=1e-6)
+    assert yarn_score_factor(PUBLISHED["glm-4.7-flash"]) == 1.0
 
 
 def test_other_rotary_embeddings_are_left_as_they_are() -> None:
