@@ -38,6 +38,8 @@ class Refusal:
     def problem(self, config: ModelConfig) -> str | None:
         """Return the reason to refuse a model, or None."""
         value = config.get(self.key)
+        if isinstance(value, list) and value and value == [value[0]] * len(value):  # the same in all layers
+            value = value[0]
         if value not in self.refused if self.refused else value in self.accepted:
             return None
         return f"{self.key} {json.dumps(value)}, {self.reason}"
@@ -67,6 +69,7 @@ class ModelFamily:
         attention_softcap: The same for attention scores before the softmax.
         has_sinks: Whether the softmax of attention scores has one more, learned score for each head.
         tells_attention_bounds: Whether transformers' model tells its attention where the rows of a packed row begin.
+        is_served: Whether vLLM 0.25.1 has the family.
         mends_latent_attention: Whether transformers' latent attention leaves out YaRN's factor of scores, or has norms
             of latent states with another epsilon than the model's.
         refused: By backend, the settings that it refuses.
@@ -91,6 +94,7 @@ class ModelFamily:
     attention_softcap: str | None = None
     has_sinks: bool = False
     tells_attention_bounds: bool = True
+    is_served: bool = True
     mends_latent_attention: bool = False
     refused: Mapping[str, tuple[Refusal, ...]] = field(default_factory=dict)
 
@@ -123,6 +127,13 @@ _MINIMAX_M2 = (
     Refusal("shared_intermediate_size", (None, 0), "but the model library has no shared experts in its family"),
     Refusal("use_qk_norm", (None, True), "but the model library has norms of queries and keys"),
     Refusal("use_routing_bias", (None, True), "but the model library chooses experts with a bias"),
+)
+_HUNYUAN_MOE = (
+    Refusal("norm_topk_prob", (None, True), "but the model library normalizes the weights of experts"),
+    Refusal("num_shared_expert", (None, 1), "but the model library has one shared expert"),
+    Refusal("use_cla", (None, False), "but the model library has keys and values in every layer"),
+    Refusal("use_mixed_mlp_moe", (None, True), "but the model library has a shared expert"),
+    Refusal("use_qk_norm", (None, True), "but the model library has norms of queries and keys"),
 )
 _GPT_OSS = (
     Refusal("attention_bias", (None, True), "but the engine has biases in all projections"),
@@ -165,7 +176,16 @@ FAMILIES: Mapping[str, ModelFamily] = {
             has_expert_bias=True,
             refused={DTENSOR: _DEEPSEEK, MEGATRON: (*_DEEPSEEK, _NORMALIZED, _NO_QUERY_RANK)},
         ),
+        ModelFamily(
+            "dots1",
+            "dots.llm1",
+            (DTENSOR,),
+            has_window=windows.unless_types_say_no,
+            has_expert_bias=True,
+            is_served=False,
+        ),
         ModelFamily("ernie4_5", "ERNIE 4.5", (DTENSOR,)),
+        ModelFamily("ernie4_5_moe", "ERNIE 4.5 (experts)", (DTENSOR,), has_expert_bias=True),
         ModelFamily("exaone4", "EXAONE 4", (DTENSOR,), has_window=windows.unless_types_say_no),
         ModelFamily(
             "exaone_moe",
@@ -250,6 +270,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
                 DTENSOR: (Refusal("use_qk_norm", (True,), "without which the engine has no norms of queries and keys"),)
             },
         ),
+        ModelFamily("hunyuan_v1_moe", "Hunyuan-A13B", (DTENSOR,), refused={DTENSOR: _HUNYUAN_MOE}),
         ModelFamily(
             "hy_v3",
             "Hunyuan 3",
@@ -268,6 +289,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
             rotates_part=True,
             refused={DTENSOR: _MINIMAX_M2},
         ),
+        ModelFamily("ministral3", "Ministral 3 (text)", (DTENSOR,), has_window=windows.everywhere),
         ModelFamily(
             "mistral",
             "Mistral",
@@ -355,7 +377,8 @@ def refused_settings(family: ModelFamily, backend: str) -> list[str]:
     """List the settings that a backend refuses of a family that it trains, in a few words each."""
     refuses = family.has_window is not windows.nowhere and backend not in family.windows_trained_by
     keys = [f"`{refusal.key}`" for refusal in family.refused.get(backend, ())]
-    return (["sliding windows"] if refuses else []) + keys
+    rollouts = [] if family.is_served else ["rollouts (not in vLLM)"]
+    return rollouts + (["sliding windows"] if refuses else []) + keys
 
 
 def unsupported_family(config: ModelConfig, backend: str) -> str | None:

@@ -18,8 +18,9 @@ BEGIN, END = "<!-- Written by `python -m nemo_offload_rl.models.page`. -->", "<!
 BACKENDS = {"dtensor": "DTensor", "megatron": "Megatron"}
 TP, PACKING, LORA, EXPERTS = "tensor parallelism", "packing", "LoRA", "experts"
 SP, CP = "sequence parallelism", "context parallelism"
-EVERYWHERE = ("import", "logprobs", "three steps", "resume", "hf/ folder", "vLLM", "refit")
-"""Facts of every entry of the results."""
+BY_ENGINE = ("vLLM", "refit")
+EVERYWHERE = ("import", "logprobs", "three steps", "resume", "hf/ folder", *BY_ENGINE)
+"""Facts of every entry of the results; `BY_ENGINE` only of families that vLLM serves."""
 
 _COLUMNS = ("family", "`model_type`", "backend", "TP", "SP", "CP", "packing", "LoRA", "MoE", "refused", "checked")
 

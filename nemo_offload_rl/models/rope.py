@@ -152,6 +152,14 @@ def for_engine(config: Mapping[str, Any]) -> dict[str, Any] | None:
     return None if settings == rope_settings(config) else settings
 
 
+def query_scaling_for_engine(config: Mapping[str, Any]) -> dict[str, float] | None:
+    """Return vLLM's form of the growth of queries with positions (Ministral 3), which transformers reads with rope."""
+    rope = rope_settings(config)
+    if (beta := rope.get("llama_4_scaling_beta")) is None or config.get("model_type") != "ministral3":
+        return None
+    return {"beta": beta, "original_max_position_embeddings": rope["original_max_position_embeddings"]}
+
+
 def is_usual_factor(config: Mapping[str, Any], rope: Mapping[str, Any]) -> bool:
     """Tell whether YaRN's attention factor is the one that follows from its scaling factor."""
     return math.isclose(attention_factor(config, rope), _yarn_scale(_factor(config, rope)))
@@ -222,7 +230,7 @@ def has_fixed_base(config: Mapping[str, Any]) -> bool:
 
     transformers and vLLM multiply the base by a power of `alpha` for rows of any length, up to the model's positions.
     """
-    is_hunyuan = config.get("model_type") == "hunyuan_v1_dense"
+    is_hunyuan = config.get("model_type") in ("hunyuan_v1_dense", "hunyuan_v1_moe")
     return is_hunyuan and rope_type(config) == "dynamic" and bool(rope_settings(config).get("alpha"))
 
 

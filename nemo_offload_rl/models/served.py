@@ -35,6 +35,10 @@ SETTINGS: Mapping[str, tuple[Refusal, ...]] = {
     "cwm": (_BIASES_ADDED,),
     "deepseek_v2": (_BIASES_LEFT_OUT, Refusal("mlp_bias", (None, False), _LEFT_OUT), _TWO_MATRICES),
     "ernie4_5": (_BIASES_ADDED, Refusal("use_bias", (None, False), _LEFT_OUT)),
+    "ernie4_5_moe": (
+        Refusal("moe_norm_min", (None, 1e-12), "but the engine has no such limit"),
+        Refusal("use_bias", (None, False), _LEFT_OUT),
+    ),
     "exaone4": (_BIASES_ADDED, Refusal("mlp_bias", (None, False), _ADDED)),
     "gemma": (_ONE_MATRIX, _BIASES_LEFT_OUT),
     "gemma2": (_ONE_MATRIX,),
@@ -46,6 +50,14 @@ SETTINGS: Mapping[str, tuple[Refusal, ...]] = {
         _PAIRS,
         _TWO_MATRICES,
     ),
+    "hunyuan_v1_moe": (
+        _BIASES_LEFT_OUT,
+        Refusal("moe_intermediate_size", (), "without which the engine does not start", refused=(None,)),
+        Refusal("num_shared_expert", (1,), "without which the engine does not start"),
+        Refusal("use_mixed_mlp_moe", (True,), "without which the engine does not start"),
+        Refusal("use_qk_norm", (True,), "without which the engine has no norms of queries and keys"),
+    ),
+    "ministral3": (_BIASES_ADDED,),
     "minimax_m2": (
         Refusal("rotary_dim", (), "without which the engine does not start", refused=(None,)),
         Refusal("scoring_func", ("sigmoid",), "but the engine needs sigmoid by name"),
@@ -77,6 +89,8 @@ def unserved(config: ModelConfig, longest: int) -> str | None:
     family = family_of(config)
     if family is None:
         return None
+    if not family.is_served:
+        return f"model_type {family.model_type}, which vLLM 0.25.1 does not serve (SFT and DPO train it)"
     problems = (
         _window(config, family, longest),
         _activation(config, family),

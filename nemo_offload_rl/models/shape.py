@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Keys of Qwen, of Mixtral and gpt-oss, and of DeepSeek.
-_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_NUM_SHARED_EXPERTS = ("num_shared_experts", "n_shared_experts")
+# Keys of Qwen, of Mixtral and gpt-oss, of DeepSeek, and of ERNIE and Hunyuan.
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_NUM_ACTIVE_EXPERTS = ("num_experts_per_tok", "moe_k", "moe_topk")
+_NUM_SHARED_EXPERTS = ("num_shared_experts", "n_shared_experts", "moe_num_shared_experts", "num_shared_expert")
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class ModelShape:
             intermediate_size=_size(config, "intermediate_size"),
             vocab_size=_size(config, "vocab_size"),
             num_experts=_first(config, _NUM_EXPERTS),
-            num_active_experts=_first(config, ("num_experts_per_tok",)),
+            num_active_experts=_first(config, _NUM_ACTIVE_EXPERTS),
             num_shared_experts=_first(config, _NUM_SHARED_EXPERTS),
         )
 
@@ -63,4 +64,7 @@ def _size(config: Mapping[str, Any], name: str) -> int | None:
 
 
 def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
-    return next((size for name in names if (size := _size(config, name))), 0)
+    """Return the size with the first of the names that the file has; of sizes by layer, the first layer's."""
+    values = (config.get(name) for name in names)
+    firsts = ({"size": value[0] if isinstance(value, list) and value else value} for value in values)
+    return next((size for first in firsts if (size := _size(first, "size"))), 0)

@@ -43,6 +43,7 @@ from nemo_offload_rl.distributed.local import LocalWorkerGroup
 from nemo_offload_rl.keys.generation import SamplingSettings
 from nemo_offload_rl.keys.policy import BatchingConfig
 from nemo_offload_rl.models.families import DTENSOR, MEGATRON
+from nemo_offload_rl.models.families import FAMILIES as RECORDS
 from nemo_offload_rl.models.page import CP, SP, TP
 from nemo_offload_rl.models.shape import ModelShape
 from nemo_offload_rl.policy.policy import Policy
@@ -81,6 +82,11 @@ class Row:
     def has_experts(self) -> bool:
         """Whether it is a mixture of experts."""
         return ModelShape.of(family_config(self.name).to_dict()).num_experts > 0
+
+    @property
+    def is_served(self) -> bool:
+        """Whether vLLM has the family."""
+        return RECORDS[FAMILIES[self.name][0]].is_served
 
     @property
     def packs(self) -> bool:

@@ -18,6 +18,7 @@ from tiny_models import VOCAB_SIZE, make_tokenizer
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
+from nemo_offload_rl.backends.dtensor.loading import make_buffers_of_biases
 from nemo_offload_rl.backends.dtensor.supported import unsupported as dtensor_refuses
 from nemo_offload_rl.backends.megatron.supported import unsupported as megatron_refuses
 from nemo_offload_rl.models.families import DTENSOR, MEGATRON
@@ -42,6 +43,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {config.pop("name"): config for config in
 """What config.json of published models says of their function, sizes left out, by a short name."""
 _OF_SIZES = ("model_type", "num_hidden_layers", "max_window_layers", "num_experts_per_tok", "tie_word_embeddings")
 _WINDOW_SIZE = 8  # in the place of any other: rows here are short
+_GROWS_FROM = 64  # tokens from which queries of Ministral 3 grow with their positions
 
 
 def published(name: str, num_layers: int = 2) -> dict[str, Any]:
@@ -54,6 +56,8 @@ def published(name: str, num_layers: int = 2) -> dict[str, Any]:
     if "layer_types" in settings:
         *first, last = settings["layer_types"]
         settings["layer_types"] = [*first[: num_layers - 1], last]
+    if (rope := settings.get("rope_parameters") or {}).get("llama_4_scaling_beta"):
+        settings["rope_parameters"] = rope | {"original_max_position_embeddings": _GROWS_FROM}
     rope = dict(settings.get("rope_scaling") or {})
     for key in ("short_factor", "long_factor"):
         if key in rope:
@@ -142,6 +146,8 @@ _LATENT = {
     "n_shared_experts": 1,
     "num_hidden_layers": 3,
 }
+_DOTS1 = {"moe_intermediate_size": 48, "n_routed_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 3}
+_HUNYUAN_MOE = {"num_experts": 4, "moe_topk": [2] * 2, "num_shared_expert": [1] * 2, "moe_intermediate_size": [96] * 2}
 _HY_V3 = {**_BIASED_EXPERTS, "expert_hidden_dim": 48, "router_scaling_factor": 1.5, "qk_norm": True, "route_norm": True}
 # A divisor of the logits that leaves greedy choices their margins.
 _GRANITE = {
@@ -193,7 +199,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v3-yarn": ("deepseek_v3", {**_DEEPSEEK, "rope_parameters": _DEEPSEEK_YARN}),
     "deepseek_v3-moonlight": ("deepseek_v3", {**_DEEPSEEK, **published("moonlight"), "n_group": 1, "topk_group": 1}),
+    "dots1": ("dots1", {**_QWEN3, **published("dots1"), **_DOTS1}),
     "ernie4_5": ("ernie4_5", {"head_dim": 32, **published("ernie")}),
+    "ernie4_5_moe-tied": (
+        "ernie4_5_moe",
+        {**_QWEN3, **published("ernie-21b-a3b"), "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 48},
+    ),
     "exaone4": ("exaone4", published("exaone4-32b")),
     "exaone_moe": ("exaone_moe", {**published("k-exaone"), **_EXAONE_MOE}),
     "gemma-tied": ("gemma", {"head_dim": 32, **published("gemma")}),
@@ -211,6 +222,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("granite", {**published("granite-3.3-8b"), "attention_multiplier": 0.2}),
     "granite-tied": ("granite", {**published("granite-3.0-8b"), **_GRANITE}),
     "hunyuan": ("hunyuan_v1_dense", {"head_dim": 32, **published("hunyuan")}),
+    "hunyuan_moe-tied": ("hunyuan_v1_moe", {**_QWEN3, **published("hunyuan-a13b"), **_HUNYUAN_MOE}),
     "hy_v3": ("hy_v3", {**published("hy3"), **_HY_V3}),
     "hyperclovax": ("hyperclovax", published("hyperclovax-14b")),
     "jais2": ("jais2", published("jais2-8b")),
@@ -223,6 +235,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "minimax_m2",
         {**published("minimax-m2"), **_QWEN3, "rotary_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
+    "ministral3-tied": ("ministral3", {**_QWEN3, **published("ministral-3-3b")}),
     "mistral": ("mistral", {"head_dim": 32, **published("mistral-7b-v0.3")}),
     "mistral-window": ("mistral", {"head_dim": 32, **published("mistral01")}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, **published("mixtral")}),
@@ -299,6 +312,7 @@ def as_published(model: Any) -> Any:
     It leaves out `attn_factor` of YaRN, scales rotary embeddings of OLMo 3's layers with a window too, rotates whole
     heads of MiniMax-M2, and scores of DeepSeek-V2 lack a factor.
     """
+    make_buffers_of_biases(model)
     rope, rotary = model.config.rope_parameters, model.base_model.rotary_emb
     if model.config.model_type == "minimax_m2":
         part = {"partial_rotary_factor": model.config.rotary_dim / model.config.head_dim}
@@ -339,6 +353,7 @@ def save_family_folder(path: Path, family: str, seed: int = 0) -> Any:
 
 # What checkpoints of a family call parts of its modules.
 _HUB_NAMES = {
+    "ernie4_5_moe": {".mlp.gate.moe_statics.": ".mlp.moe_statics."},
     "exaone_moe": {".mlp.gate.e_score_correction_bias": ".mlp.e_score_correction_bias"},
     "hy_v3": {
         ".mlp.gate.": ".mlp.router.gate.",

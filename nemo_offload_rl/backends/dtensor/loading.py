@@ -26,6 +26,7 @@ from nemo_offload_rl.models.rope import yarn_score_factor
 from nemo_offload_rl.residency import local_tensor
 
 _META = torch.device("meta")
+_EXPERT_BIAS = "e_score_correction_bias"
 # Wrong values of a config fail anywhere in a model's code.
 BUILD_ERRORS = (
     OSError,
@@ -54,6 +55,7 @@ def build_causal_lm(config: Any, attention: str, *, dropout: bool = False) -> An
     with _META:
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
     use_grouped_experts(model)
+    make_buffers_of_biases(model)
     _compute_buffers(model)
     if has_plain_rope_in_windows(config.to_dict()):
         _rotate_plainly_in_windows(model)
@@ -62,6 +64,15 @@ def build_causal_lm(config: Any, attention: str, *, dropout: bool = False) -> An
     # A padding row without gradient would depend on the vocabulary's split; padding gets no gradient anyway.
     model.get_input_embeddings().padding_idx = None
     return model.eval()
+
+
+def make_buffers_of_biases(model: nn.Module) -> None:
+    """Make buffers of the biases with which routers choose experts, which ERNIE has as parameters without gradients."""
+    for module in list(model.modules()):
+        parameter = dict(module.named_parameters(recurse=False)).get(_EXPERT_BIAS)
+        if parameter is not None:
+            delattr(module, _EXPERT_BIAS)
+            module.register_buffer(_EXPERT_BIAS, parameter.data)
 
 
 def mend_latent_attention(model: Any) -> None:

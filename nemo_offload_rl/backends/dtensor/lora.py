@@ -83,9 +83,11 @@ def adapted_layers(causal_lm: Any, settings: DTensorLoraConfig) -> list[str]:
         _check_targets(causal_lm, settings.target_modules)
     output, key = causal_lm.get_output_embeddings(), "policy.dtensor_cfg.lora_cfg"
     # Routers get none: most are no linear layers, and DeepSeek-V2 reads the weight of its own without calling it.
-    routers = {f"{name}.gate" for name, module in causal_lm.named_modules() if hasattr(module, "experts")}
+    routers = tuple(f"{name}.gate." for name, module in causal_lm.named_modules() if hasattr(module, "experts"))
     linear = {
-        name: layer for name, layer in causal_lm.named_modules() if isinstance(layer, nn.Linear) and name not in routers
+        name: layer
+        for name, layer in causal_lm.named_modules()
+        if isinstance(layer, nn.Linear) and not f"{name}.".startswith(routers)
     }
     if settings.match_all_linear:
         named = [name for name, layer in linear.items() if layer is not output]

@@ -69,7 +69,8 @@ def _uneven_experts(config: Mapping[str, Any]) -> str | None:
         return None
     inner = "moe_intermediate_size" if config.get("moe_intermediate_size") else "intermediate_size"
     for key in ("hidden_size", inner):
-        if (size := config.get(key)) is not None and size % _ALIGNED:
+        sizes = given if isinstance(given := config.get(key), list) else [given]  # Hunyuan has one for each layer
+        for size in (size for size in sizes if size is not None and size % _ALIGNED):
             return f"{key} {size}, but that backend's products of experts need multiples of {_ALIGNED}"
     return None
 

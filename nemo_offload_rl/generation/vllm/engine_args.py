@@ -13,7 +13,7 @@ from typing import Any
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.engine import VllmSettings
-from nemo_offload_rl.models.rope import for_engine
+from nemo_offload_rl.models.rope import for_engine, query_scaling_for_engine
 from nemo_offload_rl.utils.sockets import short_folder
 
 _LOG = logging.getLogger(__name__)
@@ -143,4 +143,6 @@ def as_the_policy_reads_it(config: Any, overrides: Mapping[str, Any], *, weights
         del config.quantization_config
     if (rope := for_engine(config.to_dict())) is not None:
         config.rope_parameters = rope
+    if (scaling := query_scaling_for_engine(config.to_dict())) is not None:
+        config.llama_4_scaling = scaling
     return config

@@ -44,7 +44,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "phimoe"}, "model_type phimoe, but that backend trains arcee, cohere, cohere2,"),
     ({"model_type": "qwen2_vl", "text_config": {"model_type": "qwen2"}}, "model_type qwen2_vl"),
     ({"model_type": "dbrx"}, "model_type dbrx"),
-    ({"model_type": "deepseek_v2"}, "model_type deepseek_v2"),
+    ({"model_type": "deepseek_v4"}, "model_type deepseek_v4"),
     (
         {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}},
         "model_type gemma3, which reads more than text, but that backend trains only the language model, in a folder "
@@ -213,7 +213,11 @@ def test_the_families_that_it_trains_pass(tmp_path: Path, model: dict[str, Any])
 @pytest.mark.parametrize("name", [name for name in TINY if DTENSOR in trained_by(name)])
 def test_grpo_takes_every_model_that_the_matrix_has_seen_served(tmp_path: Path, name: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(family_config(name).to_diff_dict()))
-    load_grpo_config(CPU, [f"policy.model_name={tmp_path}"])
+    if FAMILIES[family_config(name).model_type].is_served:
+        load_grpo_config(CPU, [f"policy.model_name={tmp_path}"])
+    else:
+        with pytest.raises(ConfigError, match=r"which vLLM 0\.25\.1 does not serve \(SFT and DPO train it\)"):
+            load_grpo_config(CPU, [f"policy.model_name={tmp_path}"])
 
 
 @pytest.mark.parametrize("rope", [{"type": "dynamic", "factor": 2.0}, {"rope_type": "longrope"}])

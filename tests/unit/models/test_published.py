@@ -19,7 +19,8 @@ from nemo_offload_rl.models.served import unserved
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_settings_like_those_of_a_published_model_are_refused_by_nothing(name):
     config = PUBLISHED[name]
-    assert unserved(config, 8192) is None
+    reason = unserved(config, 8192)
+    assert reason is None if FAMILIES[config["model_type"]].is_served else "vLLM 0.25.1 does not serve" in str(reason)
     for backend in FAMILIES[config["model_type"]].trained_by:
         expected = None
         if (name, backend) == ("moonlight", MEGATRON):  # whose row of the page says DeepSeek-V3 alone
@@ -80,7 +81,7 @@ def test_the_factor_of_longrope_is_said_in_both_vocabularies() -> None:
 def test_the_rotated_share_and_the_factor_of_scores_that_transformers_does_not_read_are_the_published_ones() -> None:
     assert with_published_factor(PUBLISHED["minimax-m2"] | {"rope_scaling": {}}) == {"partial_rotary_factor": 0.5}
     # As `modeling_deepseek.py` of DeepSeek-V2-Lite: (0.1 * 0.707 * log(40) + 1) ** 2
-    assert yarn_score_factor(PUBLISHED["deepseek-v2-lite"]) == pytest.approx(1.589623, rel=1e-6)
+    assert yarn_score_factor(PUBLISHED["deepseek-v2-lite"]) == pytest.approx(1.589626, rel=1e-6)
     assert yarn_score_factor(PUBLISHED["glm-4.7-flash"]) == 1.0
 
 
