@@ -69,6 +69,7 @@ class ModelFamily:
         attention_softcap: The same for attention scores before the softmax.
         has_sinks: Whether the softmax of attention scores has one more, learned score for each head.
         tells_attention_bounds: Whether transformers' model tells its attention where the rows of a packed row begin.
+        masks_packed_rows: Whether transformers' model makes its masks of packed rows from positions.
         is_served: Whether vLLM 0.25.1 has the family.
         mends_latent_attention: Whether transformers' latent attention leaves out YaRN's factor of scores, or has norms
             of latent states with another epsilon than the model's.
@@ -94,6 +95,7 @@ class ModelFamily:
     attention_softcap: str | None = None
     has_sinks: bool = False
     tells_attention_bounds: bool = True
+    masks_packed_rows: bool = True
     is_served: bool = True
     mends_latent_attention: bool = False
     refused: Mapping[str, tuple[Refusal, ...]] = field(default_factory=dict)
@@ -114,6 +116,11 @@ _DEEPSEEK = (
     Refusal("scoring_func", ("sigmoid",), "but the model library takes sigmoid"),
     Refusal("tie_word_embeddings", (None, False), "but the engine would have two matrices"),
     Refusal("topk_method", ("noaux_tc",), "but the model library takes noaux_tc"),
+)
+_AFMOE = (
+    Refusal("n_group", (None, 1), "but the model library has no groups of experts"),
+    Refusal("route_norm", (None, True), "but the model library normalizes the weights of experts"),
+    Refusal("score_func", (None, "sigmoid"), "but the model library takes sigmoid"),
 )
 _DEEPSEEK_V2 = (
     Refusal("moe_layer_freq", (None, 1), "but the model library takes 1"),
@@ -151,6 +158,15 @@ _OLMOE = (
 FAMILIES: Mapping[str, ModelFamily] = {
     family.model_type: family
     for family in (
+        ModelFamily(
+            "afmoe",
+            "Trinity",
+            (DTENSOR,),
+            has_window=windows.unless_types_say_no,
+            masks_packed_rows=False,
+            has_expert_bias=True,
+            refused={DTENSOR: _AFMOE},
+        ),
         ModelFamily("arcee", "Arcee", (DTENSOR,), activations=("relu2",)),
         ModelFamily("cohere", "Command R", (DTENSOR,), logits_factor="logit_scale"),
         ModelFamily(
@@ -190,9 +206,9 @@ FAMILIES: Mapping[str, ModelFamily] = {
         ModelFamily(
             "exaone_moe",
             "K-EXAONE",
-            (MEGATRON,),
+            (DTENSOR, MEGATRON),
             has_window=windows.unless_types_say_no,
-            windows_trained_by=(MEGATRON,),
+            windows_trained_by=(DTENSOR, MEGATRON),
             has_expert_bias=True,
             refused={MEGATRON: (_NORMALIZED,)},
         ),
@@ -274,7 +290,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
         ModelFamily(
             "hy_v3",
             "Hunyuan 3",
-            (MEGATRON,),
+            (DTENSOR, MEGATRON),
             has_expert_bias=True,
             refused={MEGATRON: (_ATTENTION_BIAS, _MLP_BIAS)},
         ),
@@ -350,6 +366,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
         ),
         ModelFamily("seed_oss", "Seed-OSS", (DTENSOR,)),
         ModelFamily("smollm3", "SmolLM3", (DTENSOR,), has_window=windows.by_layer, activations=()),
+        ModelFamily("solar_open", "Solar Open", (DTENSOR,), has_expert_bias=True, is_served=False),
         ModelFamily(
             "stablelm",
             "StableLM 2",
@@ -474,6 +491,12 @@ def tells_attention_bounds(config: ModelConfig) -> bool:
     """Whether transformers' model tells its attention where the rows of a packed row begin."""
     family = family_of(config)
     return family is None or family.tells_attention_bounds
+
+
+def masks_packed_rows(config: ModelConfig) -> bool:
+    """Whether transformers' model makes its masks of packed rows from positions."""
+    family = family_of(config)
+    return family is None or family.masks_packed_rows
 
 
 def mends_latent_attention(config: ModelConfig) -> bool:

@@ -30,6 +30,14 @@ _PAIRS = Refusal("rope_interleave", (None, True), "but the engine rotates pairs 
 _ROPE_OF_ENGINE = ("mrope_section", "rope_dim", "use_fope")  # of vLLM's `get_rope`
 
 SETTINGS: Mapping[str, tuple[Refusal, ...]] = {
+    "afmoe": (
+        _BIASES_LEFT_OUT,
+        *(
+            Refusal(key, (), "without which the engine does not start", refused=(None,))
+            for key in ("layer_types", "n_group", "route_norm", "score_func", "topk_group")
+        ),
+        _TWO_MATRICES,
+    ),
     "cohere": (_ONE_MATRIX, _BIASES_LEFT_OUT),
     "cohere2": (_ONE_MATRIX, _BIASES_LEFT_OUT),
     "cwm": (_BIASES_ADDED,),

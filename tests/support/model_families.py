@@ -146,6 +146,7 @@ _LATENT = {
     "n_shared_experts": 1,
     "num_hidden_layers": 3,
 }
+_EXPERT_BIASES = ("e_score_correction_bias", "expert_bias")
 _DOTS1 = {"moe_intermediate_size": 48, "n_routed_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 3}
 _HUNYUAN_MOE = {"num_experts": 4, "moe_topk": [2] * 2, "num_shared_expert": [1] * 2, "moe_intermediate_size": [96] * 2}
 _HY_V3 = {**_BIASED_EXPERTS, "expert_hidden_dim": 48, "router_scaling_factor": 1.5, "qk_norm": True, "route_norm": True}
@@ -183,6 +184,7 @@ _WINDOW = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_atten
 _GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "initializer_range": 0.15, **_WINDOW}
 _QWEN_WINDOW = {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 8}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "afmoe": ("afmoe", {**_MOE, **published("trinity-mini", 3), "num_hidden_layers": 3}),
     "arcee": ("arcee", published("arcee")),
     "cohere-tied": ("cohere", published("command-r")),
     "cohere-norms-tied": ("cohere", {"logit_scale": 0.7, "use_qk_norm": True}),
@@ -260,6 +262,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe-dense": ("qwen3_moe", {**_MOE, "mlp_only_layers": [0]}),
     "qwen3_moe-tied": ("qwen3_moe", _MOE),
     "seed_oss": ("seed_oss", {"head_dim": 32, **published("seedoss")}),
+    "solar_open": ("solar_open", {**_QWEN3, **published("solar-open-100b"), **_DOTS1}),
     "stablelm": ("stablelm", published("stablelm2")),
     "starcoder2": ("starcoder2", {**published("starcoder2-3b"), "sliding_window": None}),
     "starcoder2-window": ("starcoder2", published("starcoder2-3b")),
@@ -377,7 +380,7 @@ def checkpoint_tensors(model: Any) -> dict[str, Tensor]:
     is_stacked = model.config.model_type == "gpt_oss"
     is_mixtral = model.config.model_type in ("mixtral", "minimax_m2")
     *halves, down = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
-    biases = {name: bias for name, bias in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    biases = {name: bias for name, bias in model.named_buffers() if name.endswith(_EXPERT_BIASES)}
     tensors = {checkpoint_name(model, name): bias for name, bias in biases.items()}
     for own_name, parameter in model.named_parameters():
         name = checkpoint_name(model, own_name)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from nemo_offload_rl.backends.dtensor.experts import use_grouped_experts
 from nemo_offload_rl.backends.dtensor.model import decoder_layers
@@ -21,12 +22,17 @@ from nemo_offload_rl.backends.hf.model_folder import find_weight_files, is_hub_n
 from nemo_offload_rl.backends.hf.weight_files import COMPUTED, HubNames, Piece, WeightFiles, check_same_tensors
 from nemo_offload_rl.backends.ranks import failing_together
 from nemo_offload_rl.errors import UserError, first_line
-from nemo_offload_rl.models.families import dropout_rates, has_plain_rope_in_windows, mends_latent_attention
+from nemo_offload_rl.models.families import (
+    dropout_rates,
+    has_plain_rope_in_windows,
+    masks_packed_rows,
+    mends_latent_attention,
+)
 from nemo_offload_rl.models.rope import yarn_score_factor
 from nemo_offload_rl.residency import local_tensor
 
 _META = torch.device("meta")
-_EXPERT_BIAS = "e_score_correction_bias"
+_EXPERT_BIASES = ("e_score_correction_bias", "expert_bias")
 # Wrong values of a config fail anywhere in a model's code.
 BUILD_ERRORS = (
     OSError,
@@ -61,18 +67,20 @@ def build_causal_lm(config: Any, attention: str, *, dropout: bool = False) -> An
         _rotate_plainly_in_windows(model)
     if mends_latent_attention(config.to_dict()):
         mend_latent_attention(model)
+    if not masks_packed_rows(config.to_dict()):
+        model.base_model.register_forward_pre_hook(_with_masks_by_positions, with_kwargs=True)
     # A padding row without gradient would depend on the vocabulary's split; padding gets no gradient anyway.
     model.get_input_embeddings().padding_idx = None
     return model.eval()
 
 
 def make_buffers_of_biases(model: nn.Module) -> None:
-    """Make buffers of the biases with which routers choose experts, which ERNIE has as parameters without gradients."""
+    """Make buffers of the biases with which routers choose experts, which ERNIE and Trinity have as parameters."""
     for module in list(model.modules()):
-        parameter = dict(module.named_parameters(recurse=False)).get(_EXPERT_BIAS)
-        if parameter is not None:
-            delattr(module, _EXPERT_BIAS)
-            module.register_buffer(_EXPERT_BIAS, parameter.data)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if name in _EXPERT_BIASES:
+                delattr(module, name)
+                module.register_buffer(name, parameter.data)
 
 
 def mend_latent_attention(model: Any) -> None:
@@ -87,6 +95,21 @@ def mend_latent_attention(model: Any) -> None:
         for name in ("q_a_layernorm", "kv_a_layernorm"):
             if hasattr(attention, name):
                 getattr(attention, name).variance_epsilon = model.config.rms_norm_eps
+
+
+def _with_masks_by_positions(
+    base_model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Add the masks that the model's own code makes without positions, which tell where rows of a packed row begin."""
+    if (positions := kwargs.get("position_ids")) is None:
+        return args, kwargs
+    given = kwargs["inputs_embeds"] if "inputs_embeds" in kwargs else kwargs["input_ids"].unsqueeze(-1).float()
+    asked = {"config": base_model.config, "inputs_embeds": given, "attention_mask": None, "past_key_values": None}
+    masks = {
+        "full_attention": create_causal_mask(**asked, position_ids=positions),
+        "sliding_attention": create_sliding_window_causal_mask(**asked, position_ids=positions),
+    }
+    return args, {**kwargs, "attention_mask": masks}
 
 
 class _TwoRotations(nn.Module):

@@ -83,7 +83,8 @@ def adapted_layers(causal_lm: Any, settings: DTensorLoraConfig) -> list[str]:
         _check_targets(causal_lm, settings.target_modules)
     output, key = causal_lm.get_output_embeddings(), "policy.dtensor_cfg.lora_cfg"
     # Routers get none: most are no linear layers, and DeepSeek-V2 reads the weight of its own without calling it.
-    routers = tuple(f"{name}.gate." for name, module in causal_lm.named_modules() if hasattr(module, "experts"))
+    blocks = [name for name, module in causal_lm.named_modules() if hasattr(module, "experts")]
+    routers = tuple(f"{name}.{router}." for name in blocks for router in ("gate", "router"))
     linear = {
         name: layer
         for name, layer in causal_lm.named_modules()

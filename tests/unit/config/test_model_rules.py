@@ -41,7 +41,7 @@ LLAMA: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausa
 
 # config.json, and words of the refusal
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "phimoe"}, "model_type phimoe, but that backend trains arcee, cohere, cohere2,"),
+    ({"model_type": "phimoe"}, "model_type phimoe, but that backend trains afmoe, arcee, cohere, cohere2,"),
     ({"model_type": "qwen2_vl", "text_config": {"model_type": "qwen2"}}, "model_type qwen2_vl"),
     ({"model_type": "dbrx"}, "model_type dbrx"),
     ({"model_type": "deepseek_v4"}, "model_type deepseek_v4"),
