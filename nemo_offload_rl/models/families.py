@@ -299,7 +299,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
         ModelFamily("llama", "Llama 2, 3", (DTENSOR, MEGATRON), refused={MEGATRON: (_ATTENTION_BIAS, _MLP_BIAS)}),
         ModelFamily(
             "minimax_m2",
-            "MiniMax-M2 (16-bit folders)",
+            "MiniMax-M2",
             (DTENSOR,),
             has_expert_bias=True,
             rotates_part=True,
