@@ -53,7 +53,7 @@ class _Keeping(Scheduler):
             self._queue(self.running.pop())
         self.prev_step_scheduled_req_ids.clear()
         pool = self.kv_cache_manager.block_pool
-        pool.evict_blocks(set(pool.cached_block_hashes_by_block))
+        pool.evict_blocks({block.block_id for block in pool.blocks if block.block_hash is not None})
         return self._keep([request for request in self.waiting if request.num_computed_tokens])
 
     def _queue(self, request: Request) -> None:

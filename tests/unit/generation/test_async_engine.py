@@ -268,7 +268,8 @@ def check_same_as_without_sleep(engine: EngineProcess) -> None:
     prompt = torch.randint(0, 256, (BLOCK_TOKENS + 2,), generator=torch.Generator().manual_seed(0)).tolist()
     whole, slept = sleep_in_the_middle(engine, [prompt], replace(GREEDY, max_new_tokens=200), num_kept=2)
     assert slept == whole
-    engine.finish_generation(discard_weights=False)  # of the same weights, so that nothing but the sleep drops a prefix
+    engine.generate([prompt], GREEDY)  # the prompt is cached
+    engine.finish_generation(discard_weights=False)  # so that nothing but the sleep drops it
     engine.prepare_for_generation()
     ((again,),) = engine.generate([prompt], GREEDY)
     assert again.token_ids == whole[0].token_ids[:8]
