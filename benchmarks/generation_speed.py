@@ -1,11 +1,12 @@
 """Seconds of one vLLM engine for a rollout of 512 responses of 1024 tokens, by how it returns logprobs and is set.
 
     python benchmarks/generation_speed.py --json benchmarks/results/generation_speed.json
+    python benchmarks/generation_speed.py --fp8 --shapes 0.6B 8B 12-layers --json results/generation_fp8.json
 
 Each variant runs in a process of its own (vLLM reads its environment variables at import), with a random model. Calls
 take turns in one engine: logprobs recorded by its worker, returned by vLLM with each token, and none at all. It also
 counts recorded logprobs that are not bit for bit those that vLLM returns. The first call of each way compiles and is
-left out. Tries itself on a CPU: `--device cpu --shape tiny --prompts 8 --tokens 64`. Docs: docs/measurements/grpo.md.
+left out. Tries itself on a CPU: `--device cpu --shapes tiny --prompts 8 --tokens 64`. Docs: docs/measurements/grpo.md.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "synchronous scheduling": {"kwargs": {"async_scheduling": False}},
     "graphs of 1024 rows": {"kwargs": {"max_cudagraph_capture_size": 1024}},
     "eager": {"enforce_eager": True},
+    "fp8": {"precision": "fp8"},
+    "fp8 deep_gemm": {"precision": "fp8", "use_deep_gemm": True},
+    "fp8 cache": {"kv_cache_dtype": "fp8"},
+    "fp8 both": {"precision": "fp8", "kv_cache_dtype": "fp8"},
 }
 WAYS = ("recorded", "returned", "none")
 
@@ -50,6 +55,7 @@ def settings_of(variant: dict[str, Any], arguments: argparse.Namespace) -> Any:
         "async_engine": False,
         "precision": "bfloat16" if on_gpu else "float32",
         "kv_cache_dtype": "auto",
+        "use_deep_gemm": False,
         "tensor_parallel_size": 1,
         "gpu_memory_utilization": 0.6,
         "kv_cache_memory_gib": None if on_gpu else 0.25,
@@ -147,7 +153,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", default=["base"], choices=VARIANTS)
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--shape", default="0.6B")
+    parser.add_argument("--shapes", nargs="+", default=["0.6B"])
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=1024)
@@ -155,25 +161,34 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--fp8", action="store_true", help="variants of 8 bits beside bfloat16, two calls of each")
     arguments = parser.parse_args()
+    if arguments.fp8:
+        arguments.variants = ["base", *(name for name in VARIANTS if name.startswith("fp8"))]
+        arguments.ways, arguments.calls = ["recorded"], 2
     if arguments.one:
         print(json.dumps(measure(VARIANTS[arguments.one], arguments)))
         return
     from nemo_offload_rl.generation.vllm.engine_args import vllm_env
 
-    results: dict[str, Any] = {**measured_with(), "variants": {}}
-    with tempfile.TemporaryDirectory() as folder:
-        make_model(Path(folder), arguments.shape, arguments.device, ties_embeddings=True)
-        for name in arguments.variants:
-            env = {**os.environ, **vllm_env(arguments.device), **VARIANTS[name].get("env", {})}
-            command = [sys.executable, *sys.argv, "--one", name, "--model", folder]
-            done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True)
-            if done.returncode:
-                print(f"{name}: status {done.returncode}")
-                continue
-            results["variants"][name] = json.loads(done.stdout.splitlines()[-1])
-            show(name, results["variants"][name])
-            write_result(arguments.json, results)
+    results: dict[str, Any] = {**measured_with(), "shapes": {}}
+    for shape in arguments.shapes:
+        found = results["shapes"][shape] = {}
+        with tempfile.TemporaryDirectory() as folder:
+            make_model(Path(folder), shape, arguments.device, ties_embeddings=shape == "0.6B")
+            for name in arguments.variants:
+                print(shape, end=" ", flush=True)
+                variant = VARIANTS[name]
+                deep_gemm = variant.get("use_deep_gemm", False) if variant.get("precision") == "fp8" else None
+                env = {**os.environ, **vllm_env(arguments.device, deep_gemm), **variant.get("env", {})}
+                command = [sys.executable, *sys.argv, "--one", name, "--model", folder]
+                done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True)
+                if done.returncode:
+                    print(f"{name}: status {done.returncode}")
+                    continue
+                found[name] = json.loads(done.stdout.splitlines()[-1])
+                show(name, found[name])
+                write_result(arguments.json, results)
 
 
 if __name__ == "__main__":

@@ -48,12 +48,13 @@ class RayGenerationEngine:
         num_engines = cluster.world_size // tp_size
         if problem := engine_devices_problem(tp_size, cluster.settings.workers_per_node):
             raise ConfigError(problem)
+        deep_gemm = settings.use_deep_gemm if settings.is_quantized else None
         kind = AsyncVllmEngine if settings.async_engine else VllmEngine
         spec = WorkerSpec(
             name="vllm",
             factory=f"{kind.__module__}:{kind.__name__}",
             per_rank_kwargs=[{"settings": _of_engine(settings, i)} for i in range(num_engines)],
-            env_vars={**vllm_env(device_type), "RANK": "0", "WORLD_SIZE": "1", **(env_vars or {})},
+            env_vars={**vllm_env(device_type, deep_gemm), "RANK": "0", "WORLD_SIZE": "1", **(env_vars or {})},
             num_workers=num_engines,
             slots_per_worker=tp_size,
             max_concurrency=_MAX_REQUESTS_IN_FLIGHT if settings.async_engine else 1,

@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 from nemo_offload_rl.errors import division_problem
 from nemo_offload_rl.keys.section import doc, section, value_of
 
+KEPT_LAYERS = ("num_first_layers_in_bf16", "num_last_layers_in_bf16", "quantization_ignored_layer_kws")
+"""Keys of layers that an engine with 8-bit weights keeps in bfloat16."""
 SERVING_CHAT_KWARGS = ("enable_auto_tools", "tool_parser", "reasoning_parser")
 
 
@@ -16,8 +18,33 @@ class VllmConfig:
     """`policy.generation.vllm_cfg`: one vLLM engine."""
 
     async_engine: Annotated[bool, doc("Use vLLM's asynchronous engine.")] = False
-    precision: Annotated[Literal["float32", "bfloat16", "float16"], doc("Type of the engine's weights and compute.")]
-    kv_cache_dtype: Annotated[Literal["auto", "fp8"], doc("Type of the KV cache; `auto` is `precision`.")] = "auto"
+    precision: Annotated[
+        Literal["float32", "bfloat16", "float16", "fp8"],
+        doc(
+            "Type of the engine's weights and compute. `fp8`: weights of linear layers and experts in 8 bits, "
+            "quantized at each refit in blocks of 128 x 128, and their inputs as they come; embedding, output layer, "
+            "norms and routers in bfloat16. Needs a GPU of compute capability 8.9 or higher."
+        ),
+    ]
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8"], doc("Type of the KV cache; `auto` is that of `precision`, and bfloat16 for `fp8`.")
+    ] = "auto"
+    use_deep_gemm: Annotated[
+        bool, doc("With `precision: fp8`: multiply with DeepGEMM's kernels (Hopper) where vLLM has them.")
+    ] = False
+    num_first_layers_in_bf16: Annotated[
+        int, doc("With `precision: fp8`: number of first layers whose weights stay in bfloat16.", ge=0)
+    ] = 0
+    num_last_layers_in_bf16: Annotated[
+        int, doc("With `precision: fp8`: number of last layers whose weights stay in bfloat16.", ge=0)
+    ] = 0
+    quantization_ignored_layer_kws: Annotated[
+        tuple[str, ...],
+        doc(
+            "With `precision: fp8`: modules whose name contains one of these texts stay in bfloat16; fused ones "
+            "(`qkv_proj`) if a part of them (`q_proj`) does."
+        ),
+    ] = ()
     tensor_parallel_size: Annotated[int, doc("Devices that one engine is sharded over.", ge=1)] = 1
     gpu_memory_utilization: Annotated[
         float, doc("Fraction of the GPU's memory that the engine may use while awake.", gt=0, lt=1)
@@ -85,6 +112,32 @@ class VllmConfig:
             "null leaves tool calls and reasoning in the text."
         ),
     ] = None
+
+    @property
+    def problem_of_precision(self) -> str | None:
+        """What contradicts `precision`, after the name of this section and a dot; None if nothing does."""
+        given = [name for name in ("use_deep_gemm", *KEPT_LAYERS) if getattr(self, name)]
+        if self.is_quantized or not given:
+            return None
+        return (
+            f"{given[0]} is set, but precision is {self.precision} and no weights are in 8 bits; remove it, or set "
+            "precision to fp8"
+        )
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the engine has 8-bit weights."""
+        return self.precision == "fp8"
+
+    @property
+    def differs_from_policy(self) -> bool:
+        """Whether the engine computes in 8 bits what the policy computes in more."""
+        return self.is_quantized or self.kv_cache_dtype == "fp8"
+
+    @property
+    def dtype(self) -> str:
+        """Type of compute, and of all weights that are not quantized."""
+        return "bfloat16" if self.is_quantized else self.precision
 
 
 @section

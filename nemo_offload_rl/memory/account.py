@@ -19,6 +19,8 @@ import yaml
 from nemo_offload_rl.backends.dtensor import torch_optim
 from nemo_offload_rl.backends.dtensor.activation_offload import host_bytes_at_most
 from nemo_offload_rl.backends.hf.model_folder import WEIGHT_PATTERNS, local_config, local_folder, local_model_config
+from nemo_offload_rl.generation.vllm.fp8_loading import BLOCK, QUANTIZING_BYTES
+from nemo_offload_rl.keys.generation import VllmConfig
 from nemo_offload_rl.keys.grpo import RolloutSectionConfig
 from nemo_offload_rl.keys.master import (
     DistillationMasterConfig,
@@ -329,7 +331,21 @@ class Account:
         if not isinstance(cfg, RolloutMasterConfig) or not cfg.policy.generation.colocated.enabled:
             return 0
         vllm = cfg.policy.generation.vllm_cfg
-        return (self.num_parameters or 0) * COMPUTE_DTYPES[vllm.precision].itemsize // vllm.tensor_parallel_size
+        return int((self.num_parameters or 0) * self.engine_parameter_bytes(vllm) / vllm.tensor_parallel_size)
+
+    def engine_parameter_bytes(self, vllm: VllmConfig) -> float:
+        """Mean bytes of a parameter in an engine.
+
+        With 8-bit weights, embedding, output layer, and first and last layers that the keys name have 16 bits. Modules
+        that are named by a part of their name count as if they had 8.
+        """
+        itemsize = COMPUTE_DTYPES[vllm.dtype].itemsize
+        if not vllm.is_quantized or not self.num_parameters:
+            return itemsize
+        num_layers, num_kept = self.shape.num_layers or 1, vllm.num_first_layers_in_bf16 + vllm.num_last_layers_in_bf16
+        in_layers = self.num_parameters - (1 if self._elements.is_tied else 2) * self._elements.in_embedding
+        share = in_layers / self.num_parameters * max(0, num_layers - num_kept) / num_layers
+        return share * (1 + 4 / BLOCK**2) + (1 - share) * itemsize
 
     def _engine_bytes(self, gpu_bytes: int) -> Mapping[Phase, int]:
         """Bytes of an engine that shares the policy's GPUs, by phase; empty without one."""
@@ -342,7 +358,8 @@ class Account:
             awake_bytes = weights_bytes + int(vllm.kv_cache_memory_gib * _GIB)
         if not vllm.enable_sleep_mode:
             return dict.fromkeys(Phase, awake_bytes)
-        return {Phase.REFIT: weights_bytes, Phase.GENERATION: awake_bytes}
+        quantizing_bytes = QUANTIZING_BYTES if vllm.is_quantized else 0
+        return {Phase.REFIT: weights_bytes + quantizing_bytes, Phase.GENERATION: awake_bytes}
 
     def _rest_bytes(self, phase: Phase) -> int:
         """Bytes of contexts, communicators and captured graphs; an awake engine has them in its share."""
@@ -439,7 +456,7 @@ class Account:
         cfg = self.cfg
         if not isinstance(cfg, RolloutMasterConfig):
             return 0
-        itemsize = COMPUTE_DTYPES[cfg.policy.generation.vllm_cfg.precision].itemsize
+        itemsize = COMPUTE_DTYPES[cfg.policy.generation.vllm_cfg.dtype].itemsize
         # A tensor that is larger than a buffer travels in one of its own size.
         largest_bytes = itemsize * (self.shape.vocab_size or 0) * (self.shape.hidden_size or 0)
         buffer_bytes = max(int(cfg.policy.refit_buffer_size_gib * _GIB), largest_bytes)

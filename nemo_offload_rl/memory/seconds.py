@@ -323,7 +323,8 @@ class _Step:
         tensor = vllm.tensor_parallel_size
         engines = max(1, self._num_engine_gpus(cfg) // tensor)
         waiting = math.ceil(self._work.num_sequences / engines)
-        cache_each = cache_bytes_per_token(self._account, _BF16_BYTES) * self._work.length / tensor
+        cache_bytes = 1 if vllm.kv_cache_dtype == "fp8" else _BF16_BYTES
+        cache_each = cache_bytes_per_token(self._account, cache_bytes) * self._work.length / tensor
         most = int(cfg.policy.generation.vllm_kwargs.get("max_num_seqs") or waiting)
         if room := self._cache_room(cfg):
             most = min(most, max(1, int(room / cache_each))) if cache_each else most
@@ -332,7 +333,10 @@ class _Step:
         share = 1.0
         if shape.num_experts:
             share = 1 - (1 - shape.num_active_experts / shape.num_experts) ** at_once
-        weights = (sizes.num_parameters - sizes.num_in_experts + share * sizes.num_in_experts) * _BF16_BYTES / tensor
+        num_read = sizes.num_parameters - sizes.num_in_experts + share * sizes.num_in_experts
+        # 8-bit weights count as fewer bytes; their products as no faster.
+        each_bytes = self._account.engine_parameter_bytes(vllm) if vllm.is_quantized else _BF16_BYTES
+        weights = num_read * each_bytes / tensor
         mean_cache = at_once * cache_each * (1 - self._work.num_sampled / self._work.length / 2)
         flops = 2.0 * sizes.num_active * at_once / tensor
         read_s = (weights + mean_cache) / rates.memory_bytes_per_s + _DECODE_FLOPS_SHARE * flops / rates.matrix_flops

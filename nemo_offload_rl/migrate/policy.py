@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from nemo_offload_rl.generation.vllm.allowed_args import ALLOWED, OWN_KEYS, REFUSED
+from nemo_offload_rl.keys.generation import KEPT_LAYERS
 from nemo_offload_rl.migrate.draft import Draft, converts
 from nemo_offload_rl.models.families import FAMILIES
 
@@ -49,6 +50,23 @@ def _engine_size(draft: Draft) -> None:
     size = draft.number(key)
     if size is not None and size > (draft.number("cluster.gpus_per_node") or size):
         draft.missing(key, "an engine over several hosts")
+
+
+_OF_8_BITS = ("use_deep_gemm", *KEPT_LAYERS)
+
+
+@converts(
+    " ".join(f"policy.generation.vllm_cfg.{name}" for name in _OF_8_BITS),
+    algorithms="grpo distillation",
+    reads="policy.generation.vllm_cfg.precision",
+)
+def _eight_bit_weights(draft: Draft) -> None:
+    section = "policy.generation.vllm_cfg"
+    for key in (f"{section}.{name}" for name in _OF_8_BITS if draft.has(f"{section}.{name}")):
+        if draft.get(f"{section}.precision") == "fp8":
+            draft.keep(key, draft.get(key))
+        else:
+            draft.ignore(key, "is read with precision: fp8 only")
 
 
 @converts("policy.generation.vllm_kwargs.*", algorithms="grpo distillation")

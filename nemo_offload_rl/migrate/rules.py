@@ -257,10 +257,6 @@ IGNORED: Mapping[str, Rule] = {
             "fused_linear_logprobs_chunk_size cuda_graph_modules cuda_graph_warmup_steps "
             "mtp_use_repeated_layer mtp_detach_heads mtp_loss_scaling_factor converter_type",
         ),
-        *_in(
-            "policy.generation.vllm_cfg",
-            "use_deep_gemm num_last_layers_in_bf16 num_first_layers_in_bf16 quantization_ignored_layer_kws",
-        ),
         *_in("grpo", "stop_at_validation_threshold reward_penalties.*"),
     ),
     **_ignored("there is one implementation here", "policy.dtensor_cfg._v2"),
@@ -335,12 +331,16 @@ FEATURES: Mapping[str, Rule] = {
     **_off(
         "weights of the engine in {value}",
         "policy.generation.vllm_cfg.precision",
-        values=("float32", "bfloat16", "float16"),
+        values=("float32", "bfloat16", "float16", "fp8"),
     ),
     **_off("engines by {value}", "policy.generation.vllm_cfg.distributed_executor_backend", values=(None, "mp")),
     **_off("an engine of pipeline stages", "generation.vllm_cfg.pipeline_parallel_size", values=(1,)),
     **_off("an expert-parallel engine", "generation.vllm_cfg.expert_parallel_size", values=(1,)),
     **_off("mxfp8 in the engine", "policy.generation.vllm_cfg.is_mx"),
+    **_off(
+        "scales of 8-bit weights or inputs that are powers of two",
+        *_in("policy.generation.vllm_cfg", "pow2_weight_scaling_factors pow2_activation_scaling_factors"),
+    ),
     **_off("an engine of pipeline stages", "policy.generation.vllm_cfg.pipeline_parallel_size", values=(1,)),
     **_off("an expert-parallel engine", "policy.generation.vllm_cfg.expert_parallel_size", values=(1,)),
     **_off("an expert-parallel engine", "policy.generation.vllm_cfg.enable_expert_parallel"),

@@ -68,3 +68,32 @@ def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
     values = (config.get(name) for name in names)
     firsts = ({"size": value[0] if isinstance(value, list) and value else value} for value in values)
     return next((size for first in firsts if (size := _size(first, "size"))), 0)
+
+
+def odd_blocks(config: Mapping[str, Any], num_parts: int, block: int) -> tuple[str, int] | None:
+    """Find a size of a model's linear layers that is not a multiple of a block on each of several devices.
+
+    Args:
+        config: The model's config.json.
+        num_parts: Devices that queries, keys, values and inner sizes are split over (tensor parallelism).
+        block: Rows and columns of a block.
+
+    Returns:
+        The size's name, and what each device has of it; None if there is no such size, or sizes are unknown.
+    """
+    shape = ModelShape.of(config)
+    if shape.hidden_size is not None and shape.hidden_size % block:
+        return "hidden_size", shape.hidden_size
+    if config.get("kv_lora_rank"):
+        latent = {"q_lora_rank": _size(config, "q_lora_rank")}
+        values, rest = _size(config, "v_head_dim"), _size(config, "qk_nope_head_dim")
+        heads = {"keys and values": (rest or 0) + (values or 0), "values": values, "queries": shape.head_dim}
+        if odd := next(((name, size) for name, size in latent.items() if size and size % block), None):
+            return odd
+        widths = {name: (shape.num_heads, size) for name, size in heads.items()}
+    else:
+        widths = {"queries": (shape.num_heads, shape.head_dim), "keys and values": (shape.num_kv_heads, shape.head_dim)}
+    parts = {name: max(1, heads // num_parts) * size for name, (heads, size) in widths.items() if heads and size}
+    inner = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+    parts |= {name: size // num_parts for name in inner if (size := _size(config, name))}
+    return next(((name, size) for name, size in parts.items() if size % block), None)

@@ -94,6 +94,13 @@ def run_grpo(
                 "each step makes one update, so the probability ratio is 1 but for rounding: "
                 "loss_fn.force_on_policy_ratio=true would save the pass for the policy's logprobs"
             )
+        loss = config.loss_fn
+        is_corrected = loss.use_importance_sampling_correction or loss.target is not None
+        if config.policy.generation.vllm_cfg.differs_from_policy and not is_corrected:
+            parts.progress.note(
+                "responses are sampled with 8-bit weights or KV caches, so their probabilities are not the policy's: "
+                "loss_fn.use_importance_sampling_correction=true would weigh tokens by the quotient"
+            )
         trainer = GrpoTrainer(config.grpo, config.loss_fn, config.policy.generation, parts, own)
         trainer.run(last_step, resume_from)
     return result_of(parts.logger, parts.checkpoints)

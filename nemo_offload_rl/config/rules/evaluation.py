@@ -90,6 +90,12 @@ def evaluation_serves_no_endpoint(cfg: EvalMasterConfig) -> str | None:
     return None
 
 
+def only_evaluating_engines_in_8_bits_keep_layers(cfg: EvalMasterConfig) -> str | None:
+    """`use_deep_gemm` and keys of layers that stay in bfloat16 need `vllm_cfg.precision: fp8`."""
+    problem = cfg.generation.vllm_cfg.problem_of_precision
+    return None if problem is None else f"generation.vllm_cfg.{problem}"
+
+
 EVAL_RULES: RuleSet[EvalMasterConfig] = RuleSet(
     (),
     (
@@ -101,5 +107,6 @@ EVAL_RULES: RuleSet[EvalMasterConfig] = RuleSet(
         evaluating_engine_fits_its_devices,
         evaluation_kwargs_are_allowed,
         evaluation_serves_no_endpoint,
+        only_evaluating_engines_in_8_bits_keep_layers,
     ),
 )

@@ -7,10 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_offload_rl.backends.hf.model_folder import local_model_config
+from nemo_offload_rl.generation.vllm.fp8_loading import BLOCK
 from nemo_offload_rl.keys.master import RolloutMasterConfig, Rule, RunConfig
 from nemo_offload_rl.models.families import dropout_rates
 from nemo_offload_rl.models.rope import changing_rope_type, has_rotary_base, unchanged_length
 from nemo_offload_rl.models.served import longest_served, unserved
+from nemo_offload_rl.models.shape import odd_blocks
+
+_VLLM = "policy.generation.vllm_cfg"
 
 
 def rotary_embeddings_keep_their_base(cfg: RunConfig) -> str | None:
@@ -64,6 +68,24 @@ def the_engine_serves_the_model(cfg: RolloutMasterConfig) -> str | None:
     )
 
 
+def eight_bit_layers_have_whole_blocks(cfg: RolloutMasterConfig) -> str | None:
+    """With `vllm_cfg.precision: fp8`, layers divide into blocks of 128 on each device of an engine.
+
+    Not checked with `quantization_ignored_layer_kws`, which may name the layers that do not.
+    """
+    vllm, model = cfg.policy.generation.vllm_cfg, local_model_config(cfg)
+    if not vllm.is_quantized or vllm.quantization_ignored_layer_kws or model is None:
+        return None
+    size = vllm.tensor_parallel_size
+    if (found := odd_blocks(model, size, BLOCK)) is None:
+        return None
+    smaller = f"lower {_VLLM}.tensor_parallel_size from {size}, or " if odd_blocks(model, 1, BLOCK) is None else ""
+    return (
+        f"{_VLLM}.precision is fp8, whose blocks have {BLOCK} rows and columns, but {found[0]} of "
+        f"{cfg.policy.model_name} has {found[1]} on each device; {smaller}set precision to bfloat16"
+    )
+
+
 def rows_fit_the_model_s_positions(cfg: RolloutMasterConfig) -> str | None:
     """`vllm_cfg.max_model_len` is at most the number of positions that the model allows."""
     model, asked = local_model_config(cfg), cfg.policy.generation.vllm_cfg.max_model_len
@@ -101,5 +123,6 @@ RULES: tuple[Rule[RunConfig], ...] = (
 ROLLOUT_RULES: tuple[Rule[RolloutMasterConfig], ...] = (
     rotary_frequencies_of_engine_and_policy_agree,
     the_engine_serves_the_model,
+    eight_bit_layers_have_whole_blocks,
     rows_fit_the_model_s_positions,
 )

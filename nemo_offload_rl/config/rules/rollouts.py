@@ -121,6 +121,12 @@ def vllm_kwargs_problem(arguments: Mapping[str, Any], key: str) -> str | None:
     return None
 
 
+def only_engines_in_8_bits_keep_layers(cfg: RolloutMasterConfig) -> str | None:
+    """`use_deep_gemm` and keys of layers that stay in bfloat16 need `vllm_cfg.precision: fp8`."""
+    problem = cfg.policy.generation.vllm_cfg.problem_of_precision
+    return None if problem is None else f"policy.generation.vllm_cfg.{problem}"
+
+
 def every_environment_exists(cfg: RolloutMasterConfig) -> str | None:
     """Every environment that data names is in `env`."""
     data = cfg.data
@@ -183,6 +189,7 @@ RULES: tuple[Rule[RolloutMasterConfig], ...] = (
     endpoint_can_be_served,
     rollouts_are_not_greedy,
     vllm_kwargs_are_allowed,
+    only_engines_in_8_bits_keep_layers,
     engines_have_devices,
     engine_fits_a_host_of_its_own,
     every_environment_exists,

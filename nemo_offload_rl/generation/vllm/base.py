@@ -38,6 +38,8 @@ class VllmEngineBase(ABC):
     """
 
     def __init__(self, settings: VllmSettings, can_sleep: bool, weights_valid: bool) -> None:
+        if settings.is_quantized:
+            import nemo_offload_rl.generation.vllm.fp8_config  # noqa: F401  vLLM knows the method from now on
         self._settings = settings
         self._can_sleep = can_sleep
         self._weights_valid = weights_valid
@@ -265,6 +267,11 @@ def start_error(error: ValueError, settings: VllmSettings) -> Exception:
     if "kv cache" in text.lower():
         return ConfigError(
             f"vLLM's KV cache does not fit policy.generation.vllm_cfg.max_model_len={settings.max_model_len}: {text}"
+        )
+    if settings.is_quantized and ("capability" in text or "not divisible by weight quantization" in text):
+        return ConfigError(
+            f"vLLM cannot build this model with policy.generation.vllm_cfg.precision=fp8 ({text}); set it to bfloat16, "
+            "or name layers that keep it in quantization_ignored_layer_kws"
         )
     if settings.vllm_kwargs:  # an evaluation sets load_format itself
         given = ", ".join(f"{name}={value}" for name, value in settings.vllm_kwargs.items() if name != "load_format")

@@ -8,11 +8,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from vllm import _custom_ops
+from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_BLOCK_KERNELS
+from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
 from vllm.model_executor.layers.fused_moe import cpu_fused_moe
+from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
+from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsFp8
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.platforms.interface import PlatformEnum
 from vllm.v1.worker.cpu_worker import CPUWorker
+
+from nemo_offload_rl.generation.vllm.fp8_loading import BLOCK
 
 _attention, _rotate = _custom_ops.cpu_attention_with_kv_cache, RotaryEmbedding.forward_cpu
 _choose = cpu_fused_moe.select_experts
@@ -24,6 +32,8 @@ class RefitCpuWorker(CPUWorker):
     By default vLLM 0.25.1 packs linear weights for oneDNN after loading and leaves `layer.weight` empty. Then
     `load_weights` fails for linear layers and silently skips the output head. vLLM also packs experts in place. Without
     packing it uses `F.linear` on the parameters, at the same speed for sizes that run on a CPU.
+
+    8-bit weights are multiplied in the type of the inputs; vLLM's kernels need AMX, and pack them.
 
     vLLM's choice of experts takes sigmoid scores and biases of experts only with groups of experts; models without
     groups (MiniMax-M2) get one. Its attention kernel takes sinks (gpt-oss) in bfloat16 only, so they are rounded. Its
@@ -49,6 +59,9 @@ class RefitCpuWorker(CPUWorker):
         cpu_fused_moe.CPUFusedMOE.check_grouped_gemm = _no_grouped_gemm
         cpu_fused_moe.select_experts = _experts_of_one_group
         RotaryEmbedding.forward_cpu = _rotated
+        _POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU] = [PlainFp8Kernel]
+        cpu_moe.prepare_fp8_moe_layer_for_cpu = _as_they_are
+        CPUExpertsFp8.apply = _plain_experts
         super().load_model(load_dummy_weights=load_dummy_weights)
 
 
@@ -69,3 +82,51 @@ def _attention_with_rounded_sinks(*args: Any, s_aux: Tensor | None = None, **kwa
 
 def _rotated(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     return (_rotate if query.dim() == 2 else type(self).forward_native)(self, positions, query, key)
+
+
+class PlainFp8Kernel(CPUFp8BlockScaledMMKernel):
+    """Multiplies by the weights that 8-bit blocks and their scales stand for."""
+
+    keeps_weights = True
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        """See vLLM's class."""
+        return True, None
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Leave weights as they are."""
+
+    def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None, **kwargs: Any) -> Tensor:
+        """See vLLM's class."""
+        return nn.functional.linear(x, _plain(layer.weight, layer.weight_scale_inv, x.dtype), bias)
+
+
+def _plain(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply 8-bit matrices [..., rows, columns] by their scales."""
+    each = scales.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)
+    return (weight.float() * each[..., : weight.shape[-2], : weight.shape[-1]]).to(dtype)
+
+
+def _as_they_are(w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
+    return w13, w2
+
+
+def _plain_experts(
+    self: Any, hidden_states: Tensor, w1: Tensor, w2: Tensor, router_logits: Tensor, *_: Any, **_kwargs: Any
+) -> Tensor:
+    """Add up the experts of each token, chosen by softmax."""
+    moe = self.moe_config
+    weights, chosen = router_logits.float().softmax(-1).topk(moe.experts_per_token)
+    if moe.routing_method in (RoutingMethodType.Renormalize, RoutingMethodType.RenormalizeNaive):
+        weights = weights / weights.sum(-1, keepdim=True)
+    result = torch.zeros_like(hidden_states)
+    for expert in range(len(w1)):
+        tokens, places = (chosen == expert).nonzero(as_tuple=True)
+        gate, up = nn.functional.linear(
+            hidden_states[tokens], _plain(w1[expert], self.w1_scale[expert], hidden_states.dtype)
+        ).chunk(2, -1)
+        inner = nn.functional.silu(gate) * up
+        outer = nn.functional.linear(inner, _plain(w2[expert], self.w2_scale[expert], hidden_states.dtype))
+        result.index_add_(0, tokens, outer * weights[tokens, places, None].to(outer.dtype))
+    return result

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.generation.vllm.fp8_loading import METHOD, quantization
 from nemo_offload_rl.keys.engine import VllmSettings
 from nemo_offload_rl.models.rope import for_engine, query_scaling_for_engine
 from nemo_offload_rl.utils.sockets import short_folder
@@ -22,8 +23,10 @@ _CPU_BATCH_TOKENS = 4096  # vLLM's default for CPUs
 _SOCKET_FOLDER = "VLLM_RPC_BASE_PATH"
 
 
-def vllm_env(device_type: str) -> dict[str, str]:
+def vllm_env(device_type: str, use_deep_gemm: bool | None = None) -> dict[str, str]:
     """Environment variables of a process with a `"cpu"` or `"cuda"` engine; they must be set before `vllm` is imported.
+
+    `use_deep_gemm` is the key of that name, or None without 8-bit weights.
 
     Ray sets them when it starts the engine's actor (`env_vars`).
     """
@@ -55,6 +58,12 @@ def vllm_env(device_type: str) -> dict[str, str]:
         # Its import fails where it is not installed.
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        # DeepGEMM's scales that are powers of two would need other weights than those that a refit brings.
+        **(
+            {}
+            if use_deep_gemm is None
+            else {"VLLM_USE_DEEP_GEMM": str(int(use_deep_gemm)), "VLLM_USE_DEEP_GEMM_E8M0": "0"}
+        ),
     }
 
 
@@ -74,13 +83,9 @@ def engine_args(settings: VllmSettings, device_type: str) -> dict[str, Any]:
         )
     arguments: dict[str, Any] = {
         "model": settings.model_name,
-        "hf_overrides": partial(
-            as_the_policy_reads_it,
-            overrides=dict(settings.hf_config_overrides),
-            weights_come=settings.vllm_kwargs.get("load_format", "dummy") == "dummy",
-        ),
+        **_model_config(settings),
         "seed": settings.seed,
-        "dtype": settings.precision,
+        "dtype": settings.dtype,
         "kv_cache_dtype": settings.kv_cache_dtype,
         "tensor_parallel_size": settings.tensor_parallel_size,
         "gpu_memory_utilization": settings.gpu_memory_utilization,
@@ -129,7 +134,30 @@ def engine_args(settings: VllmSettings, device_type: str) -> dict[str, Any]:
     return {**arguments, **settings.vllm_kwargs}
 
 
-def as_the_policy_reads_it(config: Any, overrides: Mapping[str, Any], *, weights_come: bool = True) -> Any:
+def _model_config(settings: VllmSettings) -> dict[str, Any]:
+    """Arguments that say which model is built, and which of its weights are in 8 bits.
+
+    Refits quantize such weights, or vLLM does as it loads files.
+    """
+    weights_come = settings.vllm_kwargs.get("load_format", "dummy") == "dummy"
+    reads = partial(as_the_policy_reads_it, overrides=dict(settings.hf_config_overrides), weights_come=weights_come)
+    if not settings.is_quantized:
+        return {"hf_overrides": reads}
+    kept = {
+        "num_first": settings.num_first_layers_in_bf16,
+        "num_last": settings.num_last_layers_in_bf16,
+        "names": settings.quantization_ignored_layer_kws,
+    }
+    return {"hf_overrides": partial(reads, kept=kept), "quantization": METHOD}
+
+
+def as_the_policy_reads_it(
+    config: Any,
+    overrides: Mapping[str, Any],
+    *,
+    weights_come: bool = True,
+    kept: Mapping[str, Any] | None = None,
+) -> Any:
     """Change the model's config so that the engine builds the policy's model.
 
     Args:
@@ -137,10 +165,15 @@ def as_the_policy_reads_it(config: Any, overrides: Mapping[str, Any], *, weights
         overrides: `policy.hf_config_overrides`.
         weights_come: The weights come from the policy, in 16 or 32 bits, and not from the model's folder, which may
             have them in 8 or 4 bits.
+        kept: With 8-bit weights, the layers that keep theirs in bfloat16: how many first and last ones, and names.
     """
     config.update(overrides)
     if weights_come and hasattr(config, "quantization_config"):
         del config.quantization_config
+    if kept is not None:
+        layers = range(getattr(config, "num_hidden_layers", 0))  # vLLM asks with an empty config first
+        layers = {*layers[: kept["num_first"]], *layers[len(layers) - kept["num_last"] :]}
+        config.quantization_config = quantization(sorted(layers), kept["names"], of_files=not weights_come)
     if (rope := for_engine(config.to_dict())) is not None:
         config.rope_parameters = rope
     if (scaling := query_scaling_for_engine(config.to_dict())) is not None:

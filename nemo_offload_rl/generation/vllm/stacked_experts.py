@@ -22,6 +22,8 @@ interleaved:
 | `<place>.experts.down_proj` | [E, I, H] | the down projection's weight |
 | `<place>.experts.down_proj_bias` | [E, H] | its bias |
 
+An engine with 8-bit weights gets the stacked tensors quantized block by block, with their scales.
+
 With tensor parallelism, vLLM's own loader of the family sets the bias of the down projection to 0 in the buffer that
 all workers read.
 """
@@ -34,10 +36,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nemo_offload_rl.generation.vllm.fp8_loading import SCALES, quantize_blocks
+from nemo_offload_rl.generation.vllm.write_recorder import reads_not_counted
+
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 _GATE_UP_BIAS, _DOWN_BIAS = "gate_up_proj_bias", "down_proj_bias"
 PARAMETERS = {GATE_UP: "w13_weight", DOWN: "w2_weight", _GATE_UP_BIAS: "w13_bias", _DOWN_BIAS: "w2_bias"}
 """vLLM's name of each parameter."""
+_FEW = 8  # experts that are quantized at once
 
 
 class StackedExperts:
@@ -74,27 +80,41 @@ class StackedExperts:
         if tuple(stacked.shape) != wanted:
             raise ValueError(f"its shape is {list(stacked.shape)} instead of {list(wanted)}")
         stacked = _taken(stacked, [expert for expert, _ in local_experts(layer)])
-        if own_name == _DOWN_BIAS and parallel.tp_rank > 0:
-            parameter.zero_()  # the workers' results are summed, and rank 0 adds the bias
+        if parameter.dtype != torch.float8_e4m3fn:
+            _write(parameter, stacked, own_name, has_bias, parallel)
             return
-        if has_bias and stacked.dim() == 3:
-            stacked = stacked.transpose(1, 2)
-        if stacked.shape == parameter.shape:
-            parameter.copy_(stacked)
-            return
-        # Padding stays as it is.
-        if own_name != _GATE_UP_BIAS:
-            hidden_dim = 2 if own_name == GATE_UP else 1
-            parameter = parameter.narrow(hidden_dim, 0, hidden)
-        if own_name == _DOWN_BIAS:
-            parameter.copy_(stacked)
-            return
-        halves, dim = (1, 2) if own_name == DOWN else (1 if has_bias else 2, 1)  # tensor parallelism splits inner sizes
-        size = stacked.shape[dim] // halves
-        length, room = size // parallel.tp_size, parameter.shape[dim] // halves
-        for half in range(halves):
-            source = stacked.narrow(dim, half * size + parallel.tp_rank * length, length)
-            parameter.narrow(dim, half * room, length).copy_(source)
+        scales = getattr(layer, f"{PARAMETERS[own_name]}{SCALES}")
+        # A few experts at a time: temporary memory is a fraction of a bucket.
+        for few, its_scales, sent in zip(parameter.split(_FEW), scales.split(_FEW), stacked.split(_FEW), strict=True):
+            data, data_scales = quantize_blocks(sent)
+            _write(few, data, own_name, has_bias, parallel)
+            with reads_not_counted():
+                _write(its_scales, data_scales, own_name, has_bias, parallel)
+
+
+def _write(parameter: Tensor, stacked: Tensor, own_name: str, has_bias: bool, parallel: Any) -> None:
+    """Write this worker's part of its experts into a parameter of the same experts, or scales into scales."""
+    if own_name == _DOWN_BIAS and parallel.tp_rank > 0:
+        parameter.zero_()  # the workers' results are summed, and rank 0 adds the bias
+        return
+    if has_bias and stacked.dim() == 3:
+        stacked = stacked.transpose(1, 2)
+    if stacked.shape == parameter.shape:
+        parameter.copy_(stacked)
+        return
+    # Padding stays as it is.
+    if own_name != _GATE_UP_BIAS:
+        hidden_dim = 2 if own_name == GATE_UP else 1
+        parameter = parameter.narrow(hidden_dim, 0, stacked.shape[hidden_dim])
+    if own_name == _DOWN_BIAS:
+        parameter.copy_(stacked)
+        return
+    halves, dim = (1, 2) if own_name == DOWN else (1 if has_bias else 2, 1)  # tensor parallelism splits inner sizes
+    size = stacked.shape[dim] // halves
+    length, room = size // parallel.tp_size, parameter.shape[dim] // halves
+    for half in range(halves):
+        source = stacked.narrow(dim, half * size + parallel.tp_rank * length, length)
+        parameter.narrow(dim, half * room, length).copy_(source)
 
 
 def _shape(own_name: str, num_experts: int, inner: int, hidden: int, has_bias: bool) -> tuple[int, ...]:

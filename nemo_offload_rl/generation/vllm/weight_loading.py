@@ -1,9 +1,10 @@
 """Loads buckets inside vLLM's worker process: copies tensors into the model and records every write.
 
-`stacked_experts.py` writes stacked experts; vLLM's `model.load_weights` writes everything else. vLLM's layerwise reload
-is not used: it keeps references to tensors until a layer is complete, which silently corrupts weights, since buffers
-are reused. `load_weights` does not report missing tensors or experts, or tensors that it ignores or reads in part.
-Counting finds them: every element of every parameter must be written, and every element of every tensor read.
+`stacked_experts.py` writes stacked experts, `fp8_loading.py` quantizes for layers in 8 bits; vLLM's
+`model.load_weights` writes everything else. vLLM's layerwise reload is not used: it keeps references to tensors until a
+layer is complete, which silently corrupts weights, since buffers are reused. `load_weights` does not report missing
+tensors or experts, or tensors that it ignores or reads in part. Counting finds them: every element of every parameter
+must be written, and every element of every tensor read.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nemo_offload_rl.generation.vllm.fp8_loading import SCALES, QuantizedWeights, derived, is_quantized
 from nemo_offload_rl.generation.vllm.stacked_experts import PARAMETERS, StackedExperts, local_experts, place_of
 from nemo_offload_rl.generation.vllm.write_recorder import Span, WriteRecorder, gaps, merged
 from nemo_offload_rl.protocols.refit import RefitError, TensorSlice, WeightBucket, listed
@@ -69,6 +71,7 @@ class RefitSession:
         self._group = group
         self._model: Any = model
         self._experts = StackedExperts(model)
+        self._quantized = QuantizedWeights(model)
         self._seen = seen
         if seen.is_new_for(model):
             _refuse_derived_weights(model)
@@ -90,7 +93,7 @@ class RefitSession:
         recorder = None if self._seen.loads.keys() >= set(kinds.values()) else WriteRecorder()
         try:
             tensors = self._tensors(bucket)
-            with recorder or nullcontext():
+            with self._quantized.loadable(), recorder or nullcontext():
                 self._model.load_weights(self._observed(tensors, current, recorder))
         except (ValueError, AssertionError, KeyError, RuntimeError) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
@@ -185,6 +188,8 @@ def _derived(module: nn.Module) -> str | None:
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
+    if is_quantized(module):
+        return derived(module)
     if isinstance(module, MLAAttention):
         return "derives weights of its latent attention"
     if isinstance(module, HpcModule):
@@ -208,6 +213,8 @@ def _missing_weights(model: nn.Module, written: list[Span]) -> list[str]:
     modules = dict(model.named_modules())
     missing: list[str] = []
     for name, parameter in model.named_parameters():  # tied parameters come once
+        if name.endswith(SCALES):  # written with their weights
+            continue
         if holes := gaps(parameter, written):
             place, _, own_name = name.rpartition(".")
             parts = list(_parts(modules[place], place, own_name, parameter, packed))

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ type Span = tuple[int, int]
 """Addresses of memory, from the first byte to the one after the last."""
 
 _COPY = torch.ops.aten.copy_.default
+_COUNTS_READS = ContextVar("counts_reads", default=True)
 _FILLS = frozenset({torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default})
 
 
@@ -39,10 +42,20 @@ class WriteRecorder(TorchDispatchMode):
         """See `TorchDispatchMode`."""
         if func is _COPY:
             self._spans.extend(spans_of(args[0]))
-            self._num_read += args[1].numel()
+            self._num_read += args[1].numel() if _COUNTS_READS.get() else 0
         elif func in _FILLS:
             self._spans.extend(spans_of(args[0]))
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def reads_not_counted() -> Iterator[None]:
+    """Count no elements that copies in the `with` block read, since they were computed from others."""
+    token = _COUNTS_READS.set(False)
+    try:
+        yield
+    finally:
+        _COUNTS_READS.reset(token)
 
 
 def spans_of(tensor: Tensor) -> Iterator[Span]:

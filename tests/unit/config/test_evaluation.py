@@ -37,6 +37,10 @@ BROKEN: dict[str, tuple[list[str], str]] = {
         "does not divide the 1 devices of a host",
     ),
     "evaluation_serves_no_endpoint": (["+generation.vllm_cfg.expose_http_server=true"], "serves nothing over HTTP"),
+    "only_evaluating_engines_in_8_bits_keep_layers": (
+        ["+generation.vllm_cfg.num_first_layers_in_bf16=1"],
+        "num_first_layers_in_bf16 is set, but precision is bfloat16",
+    ),
     "evaluation_kwargs_are_allowed": (["+generation.vllm_kwargs.load_format=dummy"], "generation.vllm_kwargs.load_f"),
 }
 

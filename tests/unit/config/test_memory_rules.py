@@ -76,6 +76,21 @@ def test_an_engine_that_leaves_too_little_is_refused_with_the_share_that_works(l
         load([f"{key}=0.9", kept], parameters=GIB, gpu_gib=80)
 
 
+def test_weights_in_8_bits_take_half_but_for_embedding_output_and_kept_layers(load, tmp_path):
+    sizes = {"vocab_size": 65536, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(QWEN2 | sizes))
+    in_matrices, engine = 2 * 65536 * 1024, "policy.generation.vllm_cfg"
+    for kept, share in ((0, 1.0), (1, 0.75), (4, 0.0)):
+        keys = [f"{engine}.precision=fp8", f"{engine}.num_first_layers_in_bf16={kept}"]
+        overrides = [f"policy.model_name={tmp_path}", "cluster.gpus_per_node=1"]
+        in_layers = GIB - in_matrices
+        in_8_bits = int(share * in_layers)
+        wanted = 2 * (in_matrices + in_layers - in_8_bits) + in_8_bits * (1 + 4 / 128**2)
+        config = load([*overrides, *keys], parameters=GIB, gpu_gib=80)
+        assert counted_here(config).engine_weight_bytes == pytest.approx(wanted, abs=2)
+        assert counted_here(load(overrides, parameters=GIB, gpu_gib=80)).engine_weight_bytes == 2 * GIB
+
+
 def test_training_state_larger_than_the_gpu_is_refused_and_sharding_helps(load):
     with pytest.raises(ConfigError, match=r"needs 83.5 GiB .*params 20.0, grads 20.0, optimizer 40.0, contexts 3.5"):
         load([], parameters=5 * GIB, gpu_gib=80)

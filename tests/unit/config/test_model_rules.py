@@ -26,6 +26,7 @@ from nemo_offload_rl.backends.dtensor.supported import STYLES, declared_plan, se
 from nemo_offload_rl.backends.factory import check_model
 from nemo_offload_rl.config.rules.model import (
     RULES,
+    eight_bit_layers_have_whole_blocks,
     rotary_embeddings_keep_their_base,
     rotary_frequencies_of_engine_and_policy_agree,
 )
@@ -297,6 +298,42 @@ def test_a_model_that_cannot_be_split_is_refused_in_one_line(
     with pytest.raises(ConfigError, match=words) as error:
         load_grpo_config(CPU, [*overrides, f"policy.dtensor_cfg.tensor_parallel_size={size}"])
     assert "\n" not in str(error.value)
+
+
+# devices of an engine, config.json beside Llama's, words of the refusal; None where it is taken
+BLOCKS: list[tuple[int, dict[str, Any], str | None]] = [
+    (1, {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "head_dim": 64}, None),
+    (1, {"hidden_size": 192}, "hidden_size of .* has 192 on each device; set precision to bfloat16"),
+    (1, {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 3}, "queries of .* has 192"),
+    (2, {"hidden_size": 256, "head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": 1}, None),
+    (
+        2,
+        {"hidden_size": 256, "intermediate_size": 384, "head_dim": 128, "num_attention_heads": 4},
+        r"intermediate_size of .* has 192 on each device; lower .*tensor_parallel_size from 2, or set precision",
+    ),
+    (
+        2,
+        {"hidden_size": 256, "head_dim": 128, "num_attention_heads": 4, "moe_intermediate_size": 128},
+        "moe_inter.* 64",
+    ),
+    (1, {"hidden_size": 256, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "v_head_dim": 64, "q_lora_rank": 40}, "40"),
+]
+
+
+@pytest.mark.parametrize(("size", "sizes", "words"), BLOCKS, ids=[str(words) for *_, words in BLOCKS])
+def test_layers_in_8_bits_have_whole_blocks(
+    tmp_path: Path, size: int, sizes: dict[str, Any], words: str | None
+) -> None:
+    plain = {"intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | plain | sizes))
+    engine = "policy.generation.vllm_cfg"
+    overrides = [f"policy.model_name={tmp_path}", f"{engine}.tensor_parallel_size={size}"]
+    cfg = validate_keys(load_config(CPU, [*overrides, f"{engine}.precision=fp8"]), GrpoMasterConfig)
+    message = eight_bit_layers_have_whole_blocks(cfg)
+    assert (message is None) if words is None else re.search(words, message or "") and "\n" not in (message or "")
+    for allowed in ([], [f"{engine}.precision=fp8", f"+{engine}.quantization_ignored_layer_kws=[mlp]"]):
+        cfg = validate_keys(load_config(CPU, [*overrides, *allowed]), GrpoMasterConfig)
+        assert eight_bit_layers_have_whole_blocks(cfg) is None
 
 
 def test_overrides_count_as_the_models_own(tmp_path: Path) -> None:

@@ -411,6 +411,11 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
         (["checkpointing.enabled=true", "checkpointing.metric_name=train:filtered_accuracy"], "does not measure"),
         (["checkpointing.enabled=true", "checkpointing.metric_name=val:"], "choose one of accuracy, "),
     ],
+    "only_engines_in_8_bits_keep_layers": [
+        (["+policy.generation.vllm_cfg.use_deep_gemm=true"], "use_deep_gemm is set, but precision is float32"),
+        (["+policy.generation.vllm_cfg.num_last_layers_in_bf16=2"], "num_last_layers_in_bf16 is set"),
+        (["+policy.generation.vllm_cfg.quantization_ignored_layer_kws=[o_proj]"], "set precision to fp8"),
+    ],
     "loggers_have_their_sections": [
         (["logger.wandb_enabled=true", "~logger.wandb"], "add it or set wandb_enabled"),
         (["logger.mlflow_enabled=true", "~logger.mlflow"], "add it or set mlflow_enabled"),

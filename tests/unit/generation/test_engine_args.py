@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from forked import Script
+from transformers import Qwen3Config
 
 from nemo_offload_rl.generation.vllm.allowed_args import ALLOWED, OWN_KEYS, REFUSED
 from nemo_offload_rl.generation.vllm.engine_args import engine_args, vllm_env
@@ -27,6 +28,20 @@ def test_an_engine_on_a_gpu_sleeps_if_it_is_told_to_and_the_policy_leaves_for_on
 
 def test_experts_run_on_kernels_that_leave_their_weights_as_they_are() -> None:
     assert engine_args(load_grpo_config(EXEMPLAR, []).engine, "cuda")["moe_backend"] == "triton"
+
+
+def test_an_engine_in_8_bits_keeps_the_layers_and_modules_that_keys_name() -> None:
+    keys = {"precision": "fp8", "num_first_layers_in_bf16": 1, "num_last_layers_in_bf16": 2}
+    overrides = [f"policy.generation.vllm_cfg.{key}={value}" for key, value in keys.items()]
+    overrides.append("policy.generation.vllm_cfg.quantization_ignored_layer_kws=[o_proj]")
+    arguments = engine_args(load_grpo_config(EXEMPLAR, overrides).engine, "cuda")
+    assert (arguments["dtype"], arguments["quantization"]) == ("bfloat16", "fp8_refit")
+    config = arguments["hf_overrides"](Qwen3Config(num_hidden_layers=5))
+    assert config.quantization_config["kept_layers"] == [0, 3, 4]
+    assert (config.quantization_config["kept_names"], config.quantization_config["of_files"]) == (["o_proj"], False)
+    assert vllm_env("cuda", use_deep_gemm=True)["VLLM_USE_DEEP_GEMM"] == "1"
+    assert vllm_env("cuda", use_deep_gemm=False)["VLLM_USE_DEEP_GEMM"] == "0"
+    assert "VLLM_USE_DEEP_GEMM" not in vllm_env("cuda")
 
 
 @pytest.mark.parametrize(("value", "warnings"), [("false", 1), ("true", 0)])
