@@ -115,7 +115,7 @@ class VirtualCluster:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 self._slots[slot].group, self._slots[slot].bundle_index
             ),
-            "runtime_env": {"env_vars": env_vars},
+            "runtime_env": {"env_vars": {**self.settings.compile_cache_env, **env_vars}},
         }
         if self.settings.device_type == "cuda":
             options["num_gpus"] = 1.0 / self._num_colocated_groups

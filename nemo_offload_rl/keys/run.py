@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from nemo_offload_rl.keys.section import doc, section
+
+_COMPILE_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "torch", "TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm"}
+"""Environment variable and name of each library's folder in `cluster.compile_cache_dir`."""
 
 
 @section
@@ -137,6 +141,23 @@ class ClusterConfig:
             gt=0,
         ),
     ] = 7200
+    compile_cache_dir: Annotated[
+        str | None,
+        doc(
+            "Folder for the code that workers and engines compile with torch, Triton and vLLM. Later runs that name it "
+            "find it there, also on other machines of the same kind; several may use it at the same time. null leaves "
+            "the libraries' own folders ([where they are](../../guides/performance.md#start)).",
+            min_length=1,
+        ),
+    ] = None
+
+    @property
+    def compile_cache_env(self) -> dict[str, str]:
+        """Environment variables of workers for `compile_cache_dir`; none without it."""
+        if self.compile_cache_dir is None:
+            return {}
+        folder = Path(self.compile_cache_dir).expanduser().absolute()
+        return {name: str(folder / part) for name, part in _COMPILE_CACHES.items()}
 
     @property
     def device_type(self) -> str:

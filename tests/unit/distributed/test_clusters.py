@@ -50,7 +50,7 @@ def two_node_settings(workers_per_node: int = 1):
 
 
 def test_ranks_fill_one_node_after_the_other_and_groups_share_their_slots(two_nodes):
-    with cluster_session(two_node_settings(2)) as session:
+    with cluster_session(replace(two_node_settings(2), compile_cache_dir="~/compiled")) as session:
         groups = [
             RayWorkerGroup(session, WorkerSpec(name=name, factory="echo_workers:EchoWorker", kwargs={"greeting": name}))
             for name in ("policy", "engine")
@@ -62,6 +62,13 @@ def test_ranks_fill_one_node_after_the_other_and_groups_share_their_slots(two_no
         assert first == ray.get_runtime_context().get_node_id()
         local_ranks = [entry["LOCAL_RANK"] for entry in groups[0].run_all(EchoWorker.environment, ["LOCAL_RANK"])]
         assert local_ranks == ["0", "1", "0", "1"]
+        caches = ["TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT"]
+        folders = {
+            name: str(Path.home() / "compiled" / part)
+            for name, part in zip(caches, ["torch", "triton", "vllm"], strict=True)
+        }
+        for group in groups:
+            assert group.run_all(EchoWorker.environment, caches) == [folders] * 4
         assert groups[0].local_pids() == groups[0].pids()[:2], "a process id of another host means nothing here"
 
 
