@@ -19,13 +19,14 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import NLL, make_model, measured_with, write_result
 from qwen3_shapes import MOE_SHAPES, SHAPES
-from step_trace import ON_GPU, busy_us, describe, events_of
+from step_trace import ON_GPU, Event, busy_us, describe, events_of
 from workers import Run, on_device, random_batch, worker_of
 
 NUM_LINES = 25
@@ -76,10 +77,7 @@ def measure(run: Run) -> dict[str, Any]:
     with torch.profiler.profile(activities=activities, with_stack=True) as profile:
         profiled_s = step_s(worker, batch, min(2, run.rows))
     averages = profile.key_averages()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profile.export_chrome_trace(str(path))
-        events = events_of(json.loads(path.read_text())["traceEvents"])
+    events = exported_events(profile)
     on_gpu = [event for event in events if event.kind in ON_GPU]
     return {
         "first_micro_batch_s": one_s,
@@ -92,6 +90,22 @@ def measure(run: Run) -> dict[str, Any]:
         "host_table": averages.table(sort_by="self_cpu_time_total", row_limit=NUM_LINES, max_name_column_width=60),
         "gpu_table": averages.table(sort_by="self_device_time_total", row_limit=NUM_LINES, max_name_column_width=60),
     }
+
+
+def exported_events(profile: torch.profiler.profile) -> list[Event]:
+    """Events of a finished profile."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        return events_of(json.loads(path.read_text())["traceEvents"])
+
+
+def gpu_events(call: Callable[[], object]) -> list[Event]:
+    """What runs on the GPU during a call; the host is not traced, so it is hardly slower."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return [event for event in exported_events(profile) if event.kind in ON_GPU]
 
 
 def step_s(worker: Any, batch: Any, rows: int) -> float:
