@@ -173,9 +173,11 @@ def test_a_response_under_way_goes_on_with_new_weights_and_what_is_asked_meanwhi
         for recomputes in (True, False):
             check_weights_in_flight(engine, recomputes)
         check_aborted(engine)
+        engine.end()
         engine.start(keeping_settings(tmp_path, 2**30))
         check_weights_in_flight(engine, recomputes=False, sleeps=True)
         check_same_as_without_sleep(engine)
+        engine.end()
         engine.start(keeping_settings(tmp_path, block_bytes()))
         check_kept_within_limit(engine)
 
