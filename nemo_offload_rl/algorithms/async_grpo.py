@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -28,6 +28,7 @@ from nemo_offload_rl.data.loader import LookaheadLoader
 from nemo_offload_rl.data.records import Prompt
 from nemo_offload_rl.environments.agents import AgentEnvironment
 from nemo_offload_rl.environments.interfaces import for_threads
+from nemo_offload_rl.errors import DeviceMemoryError, WorkerDiedError
 from nemo_offload_rl.experience.types import RolloutBatch
 from nemo_offload_rl.keys.grpo import GrpoSectionConfig
 from nemo_offload_rl.protocols.engine import PausingEngine
@@ -83,7 +84,10 @@ class RolloutsAhead:
         self._loader = parts.loader
         self._pool: RolloutPool[Prompt, _Drawn] | None = None
         self._lengths: list[tuple[int, float]] = []  # batch and mean length of each group, as they finish
-        self._gate = Gate(keeps=parts.keeps_paused) if colocated else None
+        self._stops = colocated
+        # Calls of agents are conversations that engines hold, which cannot be continued elsewhere.
+        has_gate = self._by_group and parts.endpoint is None
+        self._gate = Gate(keeps=colocated and parts.keeps_paused) if has_gate else None
         if not colocated:
             loop.engine.around_refit = self._held if cfg.in_flight_weight_updates else self._drained
         if cfg.max_trajectory_age_steps > 1 and not cfg.in_flight_weight_updates:
@@ -104,7 +108,7 @@ class RolloutsAhead:
             max_age=max_age,
             first_step=first_step,
             last_step=last_step,
-            most_at_once=self._parts.engine.most_callers if self._by_group else max_age + 1,
+            most_at_once=self._most_at_once(max_age),
         )
         try:
             yield
@@ -112,6 +116,17 @@ class RolloutsAhead:
             self._pool.close()
             if self._gate is not None:
                 self._gate.end()
+
+    def _most_at_once(self, max_age: int) -> int:
+        """Return the number of parts that are drawn at a time.
+
+        Engines that stop for training need no rollouts in store: more of them would be older, and no step faster. A
+        step's number of groups keeps such engines as full as a synchronous run's are at its beginning.
+        """
+        if not self._by_group:
+            return max_age + 1
+        most = self._parts.engine.most_callers
+        return min(most, self._num_prompts) if self._stops else most
 
     def take(self, step: int) -> SampledGroups:
         """Wait for the rollouts of a step and return them.
@@ -122,7 +137,7 @@ class RolloutsAhead:
         engine = self._loop.engine
         while True:
             try:
-                if self._gate is not None and self._running.has_ready(step):
+                if self._stops and self._running.has_ready(step):
                     taken = self._running.take(step)  # the engines need not wake
                 else:
                     engine.bring_weights()
@@ -130,7 +145,7 @@ class RolloutsAhead:
                     taken = self._taken(step)
             except LostRollouts as lost:
                 if lost.engine == engine.num_restarts:  # else it was restarted already
-                    engine.restart(lost.error)
+                    self._restart(lost.error)
                 continue
             rollouts = RolloutBatch.concatenate([part.drawn.rollouts for part in taken])
             self._loop.check_useful(step, rollouts)
@@ -144,20 +159,38 @@ class RolloutsAhead:
 
     def _taken(self, step: int) -> list[Taken[_Drawn]]:
         """Wait until a step has its rollouts, and then for engines that share devices to stop."""
-        taken: list[Taken[_Drawn]] = []
         with self._loop.timer.phase("exposed_generation"):
+            if not self._stops or self._gate is None:
+                if self._gate is not None:
+                    self._gate.open()
+                return self._running.take(step)
+            taken: list[Taken[_Drawn]] = []
             try:
-                with nullcontext() if self._gate is None else self._gate.open_for(self._pausing):
+                with self._gate.open_for(self._pausing):
                     taken = self._running.take(step)
             except ENGINE_ERRORS as error:  # an engine died as it stopped
-                self._loop.engine.restart(error)
+                self._restart(error)
         return taken
+
+    def _restart(self, error: WorkerDiedError | DeviceMemoryError) -> None:
+        """Restart the engines after `error`; responses of those that live go on afterwards if order is `finished`."""
+        if self._gate is not None:
+            self._gate.stop(self._pausing, error)
+        self._loop.engine.restart(error)
 
     @property
     def _pausing(self) -> PausingEngine:
         engine = self._parts.pausing
         assert engine is not None, "a rule asks for the asynchronous engine"
         return engine
+
+    def with_generation(self, seconds: Mapping[str, float], groups: SampledGroups) -> dict[str, float]:
+        """Return a step's seconds with those that its rollouts took; without any for order `finished`.
+
+        There, engines work on groups of several steps at a time, so no seconds belong to a step's tokens.
+        """
+        others = {phase: taken_s for phase, taken_s in seconds.items() if phase != "generation"}
+        return others if self._by_group else {**others, "generation": groups.seconds["generation"]}
 
     def metrics(self, step: int, groups: SampledGroups) -> dict[str, float]:
         """Return ages of a step's rollouts and tokens, how many prompts have rollouts that wait, and mean lengths."""
@@ -190,7 +223,8 @@ class RolloutsAhead:
     def _serving(self, timer: PhaseTimer, number: int) -> Generator[ServingEngine]:
         """Yield the engine that draws a part: one of the group with order `finished`, else the whole group.
 
-        Calls raise `WorkerDiedError` once the group was restarted more often than `number` times.
+        Calls raise `WorkerDiedError` once the group was restarted more often than `number` times, unless responses are
+        continued.
         """
 
         # `number` was read as the rollouts began, since a restart may come before this thread runs.
@@ -202,8 +236,10 @@ class RolloutsAhead:
             yield AwakeEngine(engines, timer, is_the_same)
             return
         with engines.reserve() as engine:
-            awake = AwakeEngine(engine, timer, is_the_same)
-            yield awake if self._gate is None else ContinuingEngine(engine, awake, self._gate)
+            if self._gate is None:
+                yield AwakeEngine(engine, timer, is_the_same)
+            else:
+                yield ContinuingEngine(engine, timer, lambda: self._loop.engine.num_restarts, self._gate)
 
     @property
     def _running(self) -> RolloutPool[Prompt, _Drawn]:

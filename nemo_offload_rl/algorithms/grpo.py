@@ -154,8 +154,8 @@ class GrpoTrainer:
             with loop.end.updating():
                 result = policy.train(training_batch, self._loss, loop.rows_of_updates(rollouts))
         seconds = timer.seconds()
-        if groups.seconds:
-            seconds["generation"] = groups.seconds["generation"]
+        if self._ahead is not None:
+            seconds = self._ahead.with_generation(seconds, groups)
             self._logger.log(step, timing_metrics(groups.seconds), "timing/collector")
         about_step = train_metrics(groups, rewards, by_response, result, seconds, parts.speed)
         self._idle_steps.count(about_step)

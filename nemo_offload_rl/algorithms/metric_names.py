@@ -78,7 +78,7 @@ def grpo_names(
             *_UPDATE,
             *_POLICY_GRADIENT,
             *_SIZES,
-            "generation_tokens_per_s",
+            *(() if takes_finished else ("generation_tokens_per_s",)),
             *(("logprob_tokens_per_s", *_AGREEMENT) if scores_before_training else ()),
             *(("num_masked_seqs_by_logprob_error",) if masks_by_error else ()),
             *(("rollout_filter_rate",) if filters else ()),

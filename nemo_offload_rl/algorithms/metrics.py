@@ -128,7 +128,7 @@ def step_metrics(
         **rollout_metrics(groups.sampled),
         **update_metrics(result),
         "num_tokens": float(num_trained),
-        "generation_tokens_per_s": num_sampled / seconds["generation"],
+        **({"generation_tokens_per_s": num_sampled / seconds["generation"]} if "generation" in seconds else {}),
         **rates,
         "training_tokens_per_s": num_trained / seconds["training"],
         **mfu,

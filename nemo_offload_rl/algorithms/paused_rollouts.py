@@ -1,10 +1,14 @@
-"""Rollouts that share devices with the policy: they stop while it trains, and go on with its new weights.
+"""Rollouts that stop and go on: while the policy trains on their devices, and while engines are restarted.
 
 A gate is open while the engines generate. When a step has its rollouts, the gate shuts. Then there are two ways
 (`grpo.async_grpo.paused_kv`), and with both tokens keep the logprobs with which they were sampled:
 - The engines give back all responses as far as they are. Once the gate opens again, each is continued: prompt and
   tokens so far are the new prompt.
 - The engines keep the responses through their sleep and go on with them by themselves, so calls last through it.
+
+When an engine dies, all are restarted: on separate GPUs they share one communicator for refits, and a call to all of
+them may have been left half done. The other engines give back their responses first, which go on afterwards; those that
+engines keep through a sleep are lost if an engine dies in it.
 """
 
 from __future__ import annotations
@@ -13,16 +17,18 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from nemo_offload_rl.algorithms.rollout_sampler import AwakeEngine
-from nemo_offload_rl.errors import WorkerDiedError
+from nemo_offload_rl.errors import DeviceMemoryError, WorkerDiedError, WorkerHungError
 from nemo_offload_rl.keys.generation import SamplingSettings
 from nemo_offload_rl.protocols.engine import Completion, OneEngine, PausingEngine
+from nemo_offload_rl.utils.timer import PhaseTimer
 
 _ABORTED = "abort"
 _ASK_AGAIN_S = 0.2
+_GIVE_BACK_S = 20.0
 
 
 class Gate:
@@ -68,6 +74,24 @@ class Gate:
                 self._num_inside -= 1
                 self._changed.notify_all()
 
+    def open(self) -> None:
+        """Let calls pass."""
+        self._set(is_open=True)
+
+    def stop(self, engines: PausingEngine, error: Exception) -> None:
+        """Shut the gate, since an engine has ended with `error`; have the others give back what they generate.
+
+        Waits at most `_GIVE_BACK_S`. Of an engine that hangs nothing is asked.
+        """
+        self._set(is_open=False)
+        until_s = time.monotonic() + _GIVE_BACK_S
+        is_empty = isinstance(error, WorkerHungError)
+        while not is_empty and time.monotonic() < until_s:
+            with suppress(WorkerDiedError, DeviceMemoryError):
+                engines.abort_generation()
+            with self._changed:
+                is_empty = self._changed.wait_for(lambda: self._num_inside == 0, _ASK_AGAIN_S)
+
     @contextmanager
     def open_for(self, engines: PausingEngine) -> Generator[None]:
         """Open the gate; afterwards shut it and have the engines give back what they generate, unless they keep it.
@@ -75,7 +99,7 @@ class Gate:
         Raises:
             WorkerDiedError: An engine has ended.
         """
-        self._set(is_open=True)
+        self.open()
         try:
             yield
         finally:  # also after an error, whose engine may be dead
@@ -102,17 +126,19 @@ class Gate:
 
 
 class ContinuingEngine:
-    """A `ServingEngine` that continues aborted responses once its gate is open again.
+    """A `ServingEngine` that continues aborted responses once its gate is open again, if necessary after a restart.
 
     Args:
         engine: Generates.
-        awake: Times calls, and tells if the engine was restarted.
+        timer: Gets the phases.
+        num_restarts: Returns the number of restarts so far.
         gate: See `Gate`.
     """
 
-    def __init__(self, engine: OneEngine, awake: AwakeEngine, gate: Gate) -> None:
+    def __init__(self, engine: OneEngine, timer: PhaseTimer, num_restarts: Callable[[], int], gate: Gate) -> None:
         self._engine = engine
-        self._awake = awake
+        self._timer = timer
+        self._num_restarts = num_restarts
         self._gate = gate
 
     def generate(
@@ -133,7 +159,9 @@ class ContinuingEngine:
     def serve[Result](self, work: Callable[[], Result], *, phase: str) -> Result:
         """See `ServingEngine`; the time until the gate is open does not count."""
         with self._gate.passing():
-            return self._awake.serve(work, phase=phase)
+            number = self._num_restarts()
+            awake = AwakeEngine(self._engine, self._timer, lambda: self._num_restarts() == number)
+            return awake.serve(work, phase=phase)
 
 
 def _kept(aborted: Completion, sampling: SamplingSettings) -> Completion:

@@ -142,9 +142,9 @@ class RolloutPool[Item, Drawn]:
             self._begin_more()
 
     def has_ready(self, step: int) -> bool:
-        """Tell whether `take` would return at once."""
+        """Tell whether `take` would return at once, without an error."""
         with self._changed:
-            return self._chosen(step) is not None
+            return self._chosen(step) is not None and all(part.error is None for part in self._parts)
 
     def take(self, step: int) -> list[Taken[Drawn]]:
         """Wait for the parts that a step trains on, and return them in the order of the data.

@@ -100,7 +100,7 @@ class RayGenerationEngine:
     def reserve(self) -> Iterator[OneRayEngine]:
         """See `EngineGroup`."""
         with self._loads.least() as number:
-            yield OneRayEngine(self._group, number)
+            yield OneRayEngine(self, number)
 
     def generate_as_finished(
         self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sequence[SamplingSettings]]
@@ -224,22 +224,22 @@ class RayGenerationEngine:
 
 @dataclass(frozen=True)
 class OneRayEngine:
-    """Implements `OneEngine` for an engine of a group."""
+    """Implements `OneEngine` for an engine of a group, which may be restarted meanwhile."""
 
-    group: RayWorkerGroup
+    engines: RayGenerationEngine
     number: int
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingSettings, num_samples: int = 1
     ) -> list[list[Completion]]:
         """See `GenerationEngine`."""
-        return self.group.run_on(self.number, VllmEngine.generate, prompts, sampling, num_samples)
+        return self.engines.group.run_on(self.number, VllmEngine.generate, prompts, sampling, num_samples)
 
     def generate_each(
         self, prompts: Sequence[Sequence[int]], samplings: Sequence[SamplingSettings]
     ) -> list[Completion]:
         """See `OneEngine`."""
-        return self.group.run_on(self.number, AsyncVllmEngine.generate_each, prompts, samplings)
+        return self.engines.group.run_on(self.number, AsyncVllmEngine.generate_each, prompts, samplings)
 
 
 class EngineLoads:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import signal
+from collections import Counter
 
+import psutil
 from grpo_replay import read_rollouts
 
 AHEAD = (
@@ -14,6 +17,7 @@ AHEAD = (
     "grpo.async_grpo.in_flight_weight_updates=true",
 )
 STEPS = 6
+EPOCH = 8  # steps; 4 prompts each, of 32
 
 
 def test_a_run_that_takes_groups_as_they_finish_outlives_an_engine_and_leaves_nothing_when_a_policy_worker_dies(
@@ -56,34 +60,61 @@ def test_a_run_that_takes_groups_as_they_finish_outlives_an_engine_and_leaves_no
     assert all("validation/accuracy" in metrics[step] for step in range(2, STEPS + 1, 2))
 
 
-def test_a_run_whose_responses_stop_while_it_trains_ends_by_itself_and_has_trained_on_all_of_its_data(
-    run_grpo, model_folder, joined, read_metrics, names_in_trace, tmp_path
+def test_a_run_whose_responses_stop_while_it_trains_survives_its_engine_and_sigterm_and_loses_no_prompt(
+    start_endless_grpo, run_grpo, model_folder, joined, read_metrics, names_in_trace, tmp_path
 ):
+    keys = (
+        *AHEAD,
+        f"checkpointing.checkpoint_dir={tmp_path / 'checkpoints'}",
+        "checkpointing.enabled=true",
+        "checkpointing.save_period=100000",
+        "grpo.log_rollouts=true",
+        "data.train.size=32",
+        "env.arithmetic.num_workers=2",
+        # Wrong answers get a second turn; half of the characters end a response.
+        "grpo.max_rollout_turns=2",
+        "env.arithmetic.retry_message='= '",
+        "policy.max_total_sequence_length=48",
+        "policy.generation.stop_token_ids=[4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19]",
+    )
+    run = start_endless_grpo(*keys, "logger.profile_steps=[1]", env=joined())
+    run.wait_for_step(2)
+    run.engine().kill()
+    run.wait_for_step(4)
+    psutil.Process(run.script.pid).send_signal(signal.SIGTERM)
+    status, last_line, alive = run.wait(1500)
+    assert (status, last_line, alive) == (143, "ended by SIGTERM", [])
+    errors = run.script.stderr.read_text()
+    assert errors.count("starting the engine again") == 1 and "Traceback" not in errors
+    # The engine's worker is in a process of vLLM's.
+    assert "aten::mm" in names_in_trace(tmp_path / "run" / "traces" / "step_1_engine_0_0.json.gz")
+    (checkpoint,) = (tmp_path / "checkpoints").glob("step_*")
+    saved = int(checkpoint.name.removeprefix("step_"))
+    last = -(-(saved + 2) // EPOCH) * EPOCH
     done = run_grpo(
         f"policy.model_name={model_folder}",
         f"logger.log_dir={tmp_path / 'run'}",
-        "logger.profile_steps=[1]",
-        *AHEAD,
-        f"grpo.max_num_steps={STEPS}",
+        *keys,
+        f"grpo.max_num_steps={last}",
+        f"grpo.max_num_epochs={last // EPOCH}",
         "grpo.val_at_start=false",
         "grpo.val_at_end=true",
-        "grpo.log_rollouts=true",
         env=joined(),
     )
     assert done.status == 0, done.stderr
-    metrics = read_metrics(tmp_path / "run")
-    assert metrics[STEPS]["train/buffer_size"] == 0
-    rollouts = read_rollouts(tmp_path / "run")
-    assert [len(rollouts[step]) for step in range(1, STEPS + 1)] == [4 * 8] * STEPS
-    for step in range(1, STEPS + 1):
+    metrics, rollouts = read_metrics(tmp_path / "run"), read_rollouts(tmp_path / "run")
+    assert metrics[last]["train/buffer_size"] == 0
+    assert "validation/accuracy" in metrics[last]
+    assert "died" not in done.stderr
+    prompts = Counter(rollout["prompt"] for step in rollouts.values() for rollout in step[::8])
+    assert list(prompts.values()) == [last // EPOCH] * 4 * EPOCH
+    for step in range(1, last + 1):
+        assert len(rollouts[step]) == 4 * 8
         assert 0 <= metrics[step]["train/avg_trajectory_age"] <= 1
-        assert metrics[step]["train/token_mult_prob_error"] < (1.001 if step == 1 else 1.5)
+        assert metrics[step]["train/token_mult_prob_error"] < (1.001 if step in (1, saved + 1) else 1.5)
         assert metrics[step]["timing/collector/generation_s"] > 0
+        assert 1 < metrics[step]["train/mean_turns"] <= 2
         for rollout in rollouts[step]:
             versions, counts = zip(*rollout["weight_versions"], strict=True)
-            assert sum(counts) == len(rollout["token_ids"])
+            assert sum(counts) == sum(rollout["token_mask"])
             assert step - 2 <= versions[0] and versions[-1] <= step - 1 and list(versions) == sorted(set(versions))
-    assert "validation/accuracy" in metrics[STEPS]
-    assert "died" not in done.stderr
-    # The engine's worker is in a process of vLLM's.
-    assert "aten::mm" in names_in_trace(tmp_path / "run" / "traces" / "step_1_engine_0_0.json.gz")

@@ -72,10 +72,12 @@ class Replay:
         found |= {
             "num_tokens": float(num_trained),
             "total_tokens": self._total_tokens,
-            "generation_tokens_per_s": sum(map(num_sampled, rollouts)) / timing[f"timing/{ahead}generation_s"],
             "logprob_tokens_per_s": num_trained / timing["timing/logprobs_s"],
             "training_tokens_per_s": num_trained / timing["timing/training_s"],
         }
+        if not (ahead and self._config.grpo.async_grpo.order == "finished"):
+            generation_s = timing[f"timing/{ahead}generation_s"]
+            found["generation_tokens_per_s"] = sum(map(num_sampled, rollouts)) / generation_s
         if self._config.grpo.use_dynamic_sampling:
             found |= self._about_dynamic_sampling(rollouts, trained)
         if (collecting := self._config.grpo.async_grpo) is not None and collecting.enabled:

@@ -30,7 +30,7 @@ LIMITS = {
     "imports upward": 0,
     "circles of modules": 0,
     "modules": 325,
-    "lines": 60000,
+    "lines": 60200,
     "modules under 60 lines with one importer": 0,
 }
 

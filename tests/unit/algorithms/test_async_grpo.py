@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -282,6 +284,120 @@ def test_an_engine_that_keeps_its_responses_while_it_sleeps_is_asked_to_give_non
     with gate.open_for(engine):
         assert gate.clock() > began_s
     assert gate.clock() == gate.clock()  # the seconds of training are none of a call's
+
+
+class Slow(PausableEngine):
+    """Waits in the middle of each response until it is aborted, while `is_slow`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_slow = True
+        self.is_in_the_middle = threading.Event()
+        self._aborted = threading.Condition()
+        self._model.register_forward_pre_hook(self._wait, with_kwargs=True)
+
+    def _wait(self, module: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+        if not self.is_slow or kwargs["input_ids"].shape[1] < 5:  # prompts have up to 4 tokens
+            return
+        with self._aborted:
+            self.is_in_the_middle.set()
+            assert self._aborted.wait_for(lambda: self.aborts, 1500)
+
+    def abort_generation(self) -> None:
+        with self._aborted:
+            self.aborts = True
+            self._aborted.notify_all()
+        super().abort_generation()
+
+
+class Pair(PausableEngine):
+    """Two engines: this one answers at once, and dies; the other one is slow until both are started again."""
+
+    most_callers = 4
+
+    def __init__(self, dies: str) -> None:
+        super().__init__()
+        self.other = Slow()
+        self.dies = dies
+        self.given_back: list[Completion] = []
+        self._turn = itertools.chain([self.other], itertools.repeat(self))
+
+    def reserve(self) -> Any:
+        return nullcontext(next(self._turn))
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingSettings, num_samples: int = 1
+    ) -> list[list[Completion]]:
+        if self.dies == "at work":
+            assert self.other.is_in_the_middle.wait(1500)
+            raise WorkerDiedError("the engine died")
+        return super().generate(prompts, sampling, num_samples)
+
+    def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
+        if self.dies == "asleep" and self.other.is_in_the_middle.is_set():
+            raise WorkerDiedError("the engine died")
+
+    def abort_generation(self) -> None:
+        self.other.abort_generation()
+        super().abort_generation()
+        if self.dies == "at work":
+            raise WorkerDiedError("the engine died")
+
+    def load_bucket(self, bucket: Any) -> None:
+        self.other.load_bucket(bucket)
+        super().load_bucket(bucket)
+
+    def finish_refit(self, version: int = 0) -> None:
+        self.other.finish_refit(version)
+        super().finish_refit(version)
+
+    def pause_generation(self, recompute_kv_cache: bool) -> None:
+        self.other.pause_generation(recompute_kv_cache)
+        super().pause_generation(recompute_kv_cache)
+
+    def resume_generation(self) -> None:
+        self.other.resume_generation()
+        super().resume_generation()
+
+    def shutdown(self) -> None:
+        self.other.shutdown()
+        super().shutdown()
+
+    def restart(self, error: UserError) -> Mapping[int, str]:
+        assert str(error) == "the engine died"
+        assert self.dies
+        self.dies, self.other.is_slow = "", False
+        self.given_back = [one for _, groups in self.other.calls for group in groups for one in group]
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("dies", "keys"),
+    [("at work", colocated_ahead(1)), ("asleep", colocated_ahead(1)), ("at work", taken_as_finished(1))],
+)
+def test_what_a_living_engine_has_sampled_goes_on_after_the_death_of_another(tmp_path, model, dies, keys):
+    engine = Pair(dies)
+    keys = (*keys, "grpo.log_rollouts=true", "grpo.max_num_epochs=2")
+    metrics = run(tmp_path / "dying", model, *keys, engine=engine, restart=engine.restart)
+    assert list(metrics) == [*range(1, STEPS + 1)] and engine.dies == ""
+    in_turn = run(tmp_path / "in turn", model, *keys, OFF, engine=HuggingFaceEngine())
+    assert list(in_turn) == list(metrics)
+    logged = [
+        [rollout for rollouts in read_rollouts(tmp_path / name).values() for rollout in rollouts]
+        for name in ("dying", "in turn")
+    ]
+    prompts = [sorted(rollout["prompt"] for rollout in rollouts) for rollouts in logged]
+    assert prompts[0] == prompts[1]
+    begun = [one for one in engine.given_back if one.token_ids and one.finish_reason == "abort"]
+    assert begun
+    for part in begun:
+        size = len(part.token_ids)
+        assert any(
+            rollout["token_ids"][:size] == part.token_ids
+            and rollout["generation_logprobs"][:size] == part.logprobs
+            and len(rollout["token_ids"]) > size
+            for rollout in logged[0]
+        )
 
 
 class Failing(KnownRewards):

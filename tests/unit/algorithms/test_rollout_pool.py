@@ -286,6 +286,7 @@ def test_rollouts_whose_engine_was_started_again_before_their_thread_ran_are_los
     with pytest.raises(LostRollouts) as lost:
         pool.take(1)
     assert lost.value.engine == 3
+    assert not pool.has_ready(1)
     pool.begin_due(0, now)
     assert pool.take(1)[0].drawn == 4
     pool.close()
