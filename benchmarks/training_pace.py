@@ -1,7 +1,8 @@
 """What sets the pace of a training pass, GPU or host, by variants of the policy worker.
 
     python benchmarks/training_pace.py --shape 0.6B --out results/training_pace_06.json
-    python benchmarks/training_pace.py --shape 8B --sizes 2,8 --rows 16 --out results/training_pace_8.json
+    python benchmarks/training_pace.py --shape 8B --sizes 2,8 --rows 16 --out results/training_pace_8.json \
+        --variants "as configured,FSDP itself"
     python benchmarks/training_pace.py --device cpu --shape narrow --length 16 --sizes 1,4 --rows 8
 
 Each variant gets a process of its own, and takes passes with GRPO's loss over random rows, in micro-batches of each of
@@ -19,8 +20,8 @@ A pass whose kernels take most of its seconds is at the GPU's pace. The shape `n
 hidden size of 64, so on a CPU nearly all of its seconds are the host's.
 
 Variants of DTensor: as configured; FSDP's own work for a single rank; layers not compiled; other attention (named as in
-transformers); Liger's kernels for norms, rotary
-angles and SwiGLU in layers that are not compiled. A variant whose package is missing says so.
+transformers); Liger's kernels for norms, rotary angles and SwiGLU, in layers that are not compiled. A variant whose
+package is missing says so.
 Docs: docs/measurements/training.md.
 """
 
@@ -164,8 +165,10 @@ def pace(run: Run, run_pass: Callable[[], Any], size: int, forwards: int) -> dic
         torch.cuda.reset_peak_memory_stats()
     seconds = [timed() for _ in range(run.steps)]
     median_s = statistics.median(seconds)
-    with Dispatched() if not on_gpu else nullcontext() as dispatched:  # a mode would turn compiled layers off
-        run_pass()
+    dispatched = Dispatched()
+    if not on_gpu:  # a mode would turn compiled layers off
+        with dispatched:
+            run_pass()
     peak = peak_flops(torch.cuda.get_device_name()) if on_gpu else None
     sizes = read_model_sizes(run.folder)
     flops = 0.0 if sizes is None else forwards * sizes.forward_flops([run.lengths[0]] * run.rows)
@@ -176,7 +179,7 @@ def pace(run: Run, run_pass: Callable[[], Any], size: int, forwards: int) -> dic
         "mfu": flops / (median_s * peak) if peak else 0.0,
         "busy": busy_us(events) / 1e6 / median_s,
         "kernels": sum(event.kind == "kernel" for event in events) / number,
-        "dispatched": dispatched.number / number if dispatched is not None else 0.0,
+        "dispatched": dispatched.number / number,
         "peak_gib": torch.cuda.max_memory_allocated() / GIB if on_gpu else 0.0,
         "result": str(results[-1][0]) if forwards > 1 else str(float(results[-1].double().sum())),
     }
