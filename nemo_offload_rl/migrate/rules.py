@@ -156,7 +156,7 @@ SAME: Mapping[str, Rule] = {
     **_same("policy.generation", "max_new_tokens temperature val_temperature stop_token_ids stop_strings"),
     **_same(
         "policy.generation.vllm_cfg",
-        "async_engine kv_cache_dtype tensor_parallel_size gpu_memory_utilization max_model_len enforce_eager",
+        "async_engine tensor_parallel_size gpu_memory_utilization max_model_len enforce_eager",
     ),
     **_same("policy.generation.vllm_cfg", "http_server_serving_chat_kwargs"),
     **_same(
@@ -180,6 +180,9 @@ RENAMED: Mapping[str, Rule] = {
     "policy.megatron_cfg.checkpoint.async_save": Renamed("checkpointing.async_save"),
     "policy.refit_buffer_size_gb": Renamed(
         "policy.refit_buffer_size_gib", "GiB of each of the two buffers, not of both together", lambda size: size / 2
+    ),
+    "policy.generation.vllm_cfg.kv_cache_dtype": Renamed(
+        "policy.generation.vllm_cfg.kv_cache_dtype", "scales of an 8-bit cache are 1; NeMo-RL calibrates them"
     ),
     "policy.generation.vllm_cfg.enable_prefix_caching": Renamed("policy.generation.vllm_kwargs.enable_prefix_caching"),
     "policy.generation.vllm_cfg.expose_http_server": Renamed(

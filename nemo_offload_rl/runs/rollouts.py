@@ -94,9 +94,7 @@ def run_grpo(
                 "each step makes one update, so the probability ratio is 1 but for rounding: "
                 "loss_fn.force_on_policy_ratio=true would save the pass for the policy's logprobs"
             )
-        loss = config.loss_fn
-        is_corrected = loss.use_importance_sampling_correction or loss.target is not None
-        if config.policy.generation.vllm_cfg.differs_from_policy and not is_corrected:
+        if counts_other_probabilities(config):
             parts.progress.note(
                 "responses are sampled with 8-bit weights or KV caches, so their probabilities are not the policy's: "
                 "loss_fn.use_importance_sampling_correction=true would weigh tokens by the quotient"
@@ -118,6 +116,12 @@ def has_needless_logprobs(config: GrpoConfig) -> bool:
         and not (policy.dropout or (adapters.enabled and adapters.dropout))
         and not needs_prev_logprobs(grpo, replace(loss, force_on_policy_ratio=True))
     )
+
+
+def counts_other_probabilities(config: GrpoConfig) -> bool:
+    """Tell whether the engine computes in 8 bits, and the loss takes its samples as if the policy had drawn them."""
+    is_corrected = config.loss_fn.use_importance_sampling_correction or config.loss_fn.target is not None
+    return config.policy.generation.vllm_cfg.differs_from_policy and not is_corrected
 
 
 @contextmanager

@@ -109,6 +109,11 @@ class QuantizedWeights:
             if name.endswith(SCALES)
         ]
 
+    def release(self) -> None:
+        """Return the device memory that quantizing took to the driver; an engine's share does not include it."""
+        if self._found and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
     @contextmanager
     def loadable(self) -> Iterator[None]:
         """Let `model.load_weights` take plain weights for the layers in 8 bits, within the `with` block."""

@@ -113,6 +113,7 @@ class RefitSession:
             RefitError: Elements of parameters were not written.
         """
         self.close()
+        self._quantized.release()
         loads = {name: self._seen.loads[kind] for name, kind in self._received.items()}
         written = merged(span for load in loads.values() for span in load.spans)
         missing = _missing_weights(self._model, written)

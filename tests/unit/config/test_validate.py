@@ -14,7 +14,7 @@ from nemo_offload_rl.config.validate import missing_key_message, validate_keys
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.master import GrpoMasterConfig
 from nemo_offload_rl.runs.loading import load_grpo_config
-from nemo_offload_rl.runs.rollouts import has_needless_logprobs
+from nemo_offload_rl.runs.rollouts import counts_other_probabilities, has_needless_logprobs
 from nemo_offload_rl.utils.config import flatten_keys, load_config
 
 CPU = "tests/unit/config/cpu.yaml"
@@ -153,6 +153,19 @@ def test_the_megatron_section_may_be_deleted() -> None:
 )
 def test_a_logprob_pass_is_needless_where_the_ratio_is_1_and_nothing_else_reads_it(overrides, expected) -> None:
     assert has_needless_logprobs(load_grpo_config(CPU, overrides)) == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], False),
+        (["policy.generation.vllm_cfg.precision=fp8"], True),
+        (["policy.generation.vllm_cfg.kv_cache_dtype=fp8"], True),
+        (["policy.generation.vllm_cfg.precision=fp8", "loss_fn.use_importance_sampling_correction=true"], False),
+    ],
+)
+def test_samples_of_an_engine_in_8_bits_ask_for_a_correction(overrides, expected) -> None:
+    assert counts_other_probabilities(load_grpo_config(CPU, overrides)) == expected
 
 
 # ---------------------------------------------------------------- hints

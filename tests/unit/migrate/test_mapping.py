@@ -61,6 +61,13 @@ ONE_AHEAD = {
 }
 
 
+ENGINE = "policy.generation.vllm_cfg"
+EIGHT_BITS = {
+    "policy__generation__vllm_cfg__use_deep_gemm": True,
+    "policy__generation__vllm_cfg__quantization_ignored_layer_kws": ["a_proj"],
+}
+
+
 def changed(config: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
     """A copy with values at dotted keys, whose dots are written as two underscores."""
     copied = copy.deepcopy(dict(config))
@@ -366,6 +373,15 @@ MOE = {**MEGATRON, "policy__model_name": "Qwen/Qwen3-30B-A3B"}
         ({**AHEAD, "async_rl__sampler": {"name": "weight_fifo"}}, "grpo.async_grpo",
          {**ONE_AHEAD, "in_flight_weight_updates": True}),
         ({"policy__generation__vllm_cfg__env_vars": {"NCCL_ALGO": "Ring"}}, "grpo.seed", 7),
+        ({**EIGHT_BITS, "policy__generation__vllm_cfg__precision": "fp8"}, f"{ENGINE}.precision", "fp8"),
+        ({**EIGHT_BITS, "policy__generation__vllm_cfg__precision": "fp8"}, f"{ENGINE}.use_deep_gemm", True),
+        (
+            {**EIGHT_BITS, "policy__generation__vllm_cfg__precision": "fp8"},
+            f"{ENGINE}.quantization_ignored_layer_kws",
+            ["a_proj"],
+        ),
+        (EIGHT_BITS, f"{ENGINE}.use_deep_gemm", None),
+        (EIGHT_BITS, f"{ENGINE}.precision", "bfloat16"),
         ({**MEGATRON, "policy__megatron_cfg__moe_token_dispatcher_type": "flex"},
          "policy.megatron_cfg.moe_token_dispatcher_type", "alltoall"),
         ({**MEGATRON, "policy__megatron_cfg__moe_token_dispatcher_type": "allgather"},
@@ -458,6 +474,12 @@ def test_what_counts_of_a_message_depends_on_whether_the_prompt_has_the_speakers
         ("grpo", {**AHEAD, "grpo__async_grpo": {"enabled": True, "max_generation_failures": 2}},
          "rollouts that may fail"),
         ("grpo", {"policy__generation__vllm_cfg__env_vars": {"A": "b"}}, "environment variables of the engine"),
+        ("grpo", {"policy__generation__vllm_cfg__is_mx": True}, "mxfp8 in the engine"),
+        (
+            "grpo",
+            {"policy__generation__vllm_cfg__pow2_weight_scaling_factors": True},
+            "scales of 8-bit weights or inputs that are powers of two",
+        ),
         ("grpo", {"policy__hf_config_overrides": {"rope_scaling": {"rope_type": "linear", "factor": 2}}},
          "rope_scaling without rope_theta (NeMo-RL keeps that of config.json)"),
         ("grpo", {"grpo__use_dynamic_sampling": True},
