@@ -119,7 +119,11 @@ BROKEN: dict[str, list[tuple[list[str], str, dict[str, Any] | None]]] = {
         ([], "has tie_word_embeddings false, but", {"model_type": "gemma", "tie_word_embeddings": False}),
         ([], "has tie_word_embeddings true, but", {"model_type": "glm4_moe", "tie_word_embeddings": True}),
         ([], "has rms_norm_eps 0.001, but", {"model_type": "nemotron", "rms_norm_eps": 0.001}),
-        ([], "has quantization_config, but", {**DENSE, "quantization_config": {"quant_method": "awq"}}),
+        (
+            [],
+            "has quantization_config with quant_method awq, but",
+            {**DENSE, "quantization_config": {"quant_method": "awq"}},
+        ),
         ([], "has rope_type dynamic, whose", {**DENSE, "rope_scaling": {"type": "dynamic", "factor": 2.0}}),
         ([], "has rope_type longrope, but", {**DENSE, "rope_parameters": {"rope_type": "longrope"}}),
         ([], "has rope_type linear without factor", {**DENSE, "rope_scaling": {"rope_type": "linear"}}),
