@@ -36,6 +36,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -343,8 +344,11 @@ def main() -> None:
         return
     results: dict[str, Any] = {**measured_with(), "work": asdict(work), "sides": {}, "failed": {}}
     results["sides"] = kept_results(arguments.out, results, arguments.sides)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    # A fixed path: vLLM finds compiled code by it, so that only the first call compiles.
+    folder = Path(tempfile.gettempdir()) / f"grpo_vs_peers_{work.shape}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    try:
         device = "cpu" if arguments.cpu else "cuda"
         make_model(folder / "model", work.shape, device, ties_embeddings=work.shape in TIED)
         gpu = probe(folder, arguments.timeout_s)
@@ -357,6 +361,8 @@ def main() -> None:
                 result["transitions"] = [transition(record, gpu) for record in steady]
             results["sides" if is_well else "failed"][side] = result
             write_result(arguments.out, results)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     print(table(results))
 
 
