@@ -85,7 +85,7 @@ def different_logprobs(engine: Any, prompts: list[list[int]], sampling: Any, gro
     """Count tokens that are both recorded and returned, and those of them whose two logprobs differ."""
     from nemo_offload_rl.generation.vllm.requests import (
         completion_from_output,
-        recorded_logprobs,
+        recorded_tokens,
         sampled_tokens,
         sampling_params,
     )
@@ -98,7 +98,8 @@ def different_logprobs(engine: Any, prompts: list[list[int]], sampling: Any, gro
     while len(outputs) < len(names):
         outputs += engine._step()
     wanted = [list(astuple(tokens)) for output in outputs for tokens in sampled_tokens(output)]
-    recorded = chain.from_iterable(recorded_logprobs(engine._rpc("take_logprobs", (wanted, []))))
+    answers = recorded_tokens(engine._rpc("take_logprobs", (wanted, [])))
+    recorded = chain.from_iterable(logprobs for logprobs, _ in answers)
     samples = [sample for output in outputs for sample in output.outputs]
     returned = chain.from_iterable(completion_from_output(sample).logprobs for sample in samples)
     differs = [one != other for one, other in zip(recorded, returned, strict=True)]
