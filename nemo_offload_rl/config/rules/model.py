@@ -82,7 +82,8 @@ def eight_bit_layers_have_whole_blocks(cfg: RolloutMasterConfig) -> str | None:
     smaller = f"lower {_VLLM}.tensor_parallel_size from {size}, or " if odd_blocks(model, 1, BLOCK) is None else ""
     return (
         f"{_VLLM}.precision is fp8, whose blocks have {BLOCK} rows and columns, but {found[0]} of "
-        f"{cfg.policy.model_name} has {found[1]} on each device; {smaller}set precision to bfloat16"
+        f"{cfg.policy.model_name} has {found[1]} on each device; {smaller}set precision to bfloat16, or "
+        "name such layers in quantization_ignored_layer_kws"
     )
 
 
