@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nemo_offload_rl.config.rules.training import validates_a_checkpoint
 from nemo_offload_rl.migrate.draft import Draft, converts, leaves
 
 PASS_THROUGH = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -124,11 +125,15 @@ def _metric(draft: Draft) -> None:
     key = "checkpointing.metric_name"
     if not draft.has(key):
         return
-    name = draft.get(key)
-    period = draft.number(f"{draft.algorithm}.val_period", 0)
-    never = period <= 0 and not draft.get(f"{draft.algorithm}.val_at_end", False)
-    if isinstance(name, str) and name.startswith("val:") and never:
+    name, section = draft.get(key), draft.algorithm
+    validates_last = draft.get(f"{section}.val_at_end", False)
+    val_period, num_steps = (draft.number(f"{section}.{it}", 0) for it in ("val_period", "max_num_steps"))
+    save_period = draft.number("checkpointing.save_period", 0)
+    is_of_validation = isinstance(name, str) and name.startswith("val:") and not validates_last
+    if is_of_validation and val_period <= 0:
         draft.convert(key, None, "nothing is validated, so the newest are kept")
+    elif is_of_validation and save_period and not validates_a_checkpoint(save_period, val_period, num_steps):
+        draft.convert(key, None, "no checkpoint's step is validated, so the newest are kept")
     elif isinstance(name, str) and name in _METRICS:
         draft.convert(key, _METRICS[name], "the metric's name here")
     else:

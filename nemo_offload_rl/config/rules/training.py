@@ -100,8 +100,8 @@ def checkpoint_metric_is_measured(cfg: RunConfig) -> str | None:
             "period, a train: metric or null"
         )
     save_period, val_period, num_steps = checkpointing.save_period, section.val_period, section.max_num_steps
-    saved_and_validated = math.lcm(save_period, val_period) <= num_steps or num_steps % val_period == 0
-    if name.startswith("val:") and not saved_and_validated and not section.val_at_end:
+    is_ranked = section.val_at_end or validates_a_checkpoint(save_period, val_period, num_steps)
+    if name.startswith("val:") and not is_ranked:
         return (
             f"checkpointing.metric_name is {name}, but none of the {num_steps} steps has both a checkpoint "
             f"(save_period={save_period}) and a validation ({algorithm}.val_period={val_period}), so nothing could be "
@@ -109,6 +109,11 @@ def checkpoint_metric_is_measured(cfg: RunConfig) -> str | None:
             "rank by a train: metric or null, or, for a trial, set checkpointing.enabled=false"
         )
     return None
+
+
+def validates_a_checkpoint(save_period: int, val_period: int, num_steps: int) -> bool:
+    """Return whether a step of a run has both a checkpoint and a validation; the last step has a checkpoint."""
+    return math.lcm(save_period, val_period) <= num_steps or num_steps % val_period == 0
 
 
 def save_deadline_is_a_time(cfg: RunConfig) -> str | None:

@@ -335,6 +335,8 @@ MOE = {**MEGATRON, "policy__model_name": "Qwen/Qwen3-30B-A3B"}
          "policy.generation.vllm_cfg.kv_cache_memory_gib", 2.0),
         ({"checkpointing__metric_name": "val:total_reward/mean"}, "checkpointing.metric_name", "val:reward"),
         ({"grpo__val_period": 0}, "checkpointing.metric_name", None),
+        ({"grpo__val_period": 7, "grpo__max_num_steps": 20, "checkpointing__save_period": 10},
+         "checkpointing.metric_name", None),
         ({"policy__dtensor_cfg__tensor_parallel_size": 2, "cluster__gpus_per_node": 2},
          "policy.dtensor_cfg.torch_compile", False),
         ({"policy__dtensor_cfg__cpu_offload": True}, "policy.dtensor_cfg.cpu_offload", False),
