@@ -189,7 +189,7 @@ def test_what_is_wrong_whatever_the_machine_is_one_line(tmp_path):
         ("no_such_file.yaml", [], "no such configuration file"),
         ("sft.yaml", [folders["empty"]], "has no config.json; .* or give --parameters"),
         ("sft.yaml", [folders["broken"]], "config.json is not valid JSON .* or give --parameters"),
-        ("sft.yaml", [folders["unknown"]], "model_type no_such_family, but that backend trains arcee"),
+        ("sft.yaml", [folders["unknown"]], "model_type no_such_family, but that backend trains afmoe, arcee"),
         ("sft.yaml", ["policy.model_name=no-owner/no-model"], "is no folder of this machine; give one"),
         ("sft.yaml", [folders["whole"], f"{DTENSOR}.tensor_parallel_size=3", f"{gpus}3"], "does not divide the 32 att"),
         ("sft.yaml", [folders["whole"], f"{DTENSOR}.tensor_parallel_size=2", f"{gpus}3"], "does not divide the 3 pol"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from engine_process import engine_settings
 
 from nemo_offload_rl.errors import DeviceMemoryError
 from nemo_offload_rl.generation.vllm import device_memory
@@ -74,8 +76,7 @@ class AsleepEngine(VllmEngineBase):
     """Its workers' calls run in this process, each on a GPU with so much free memory."""
 
     def __init__(self, gpu: Any, free_gib: list[int]) -> None:
-        settings: Any = SimpleNamespace()
-        super().__init__(settings, can_sleep=True, weights_valid=True)
+        super().__init__(engine_settings(Path("no folder is read")), can_sleep=True, weights_valid=True)
         self._gpu = gpu
         self.free_gib = free_gib
         self._awake.clear()
