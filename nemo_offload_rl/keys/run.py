@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -173,6 +174,11 @@ class ClusterConfig:
     def world_size(self) -> int:
         """Policy workers on all nodes together."""
         return self.workers_per_node * self.num_nodes
+
+
+def validates_a_checkpoint(save_period: int, val_period: int, num_steps: int) -> bool:
+    """Return whether a step of a run has both a checkpoint and a validation; the last step has a checkpoint."""
+    return math.lcm(save_period, val_period) <= num_steps or num_steps % val_period == 0
 
 
 @section

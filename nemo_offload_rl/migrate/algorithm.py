@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nemo_offload_rl.config.rules.training import validates_a_checkpoint
+from nemo_offload_rl.keys.run import validates_a_checkpoint
 from nemo_offload_rl.migrate.draft import Draft, converts, leaves
 
 PASS_THROUGH = "{% for message in messages %}{{ message['content'] }}{% endfor %}"

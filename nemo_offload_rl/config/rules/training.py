@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,6 +24,7 @@ from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.grpo import needs_prev_logprobs
 from nemo_offload_rl.keys.master import DistillationMasterConfig, DpoMasterConfig, GrpoMasterConfig, Rule, RunConfig
 from nemo_offload_rl.keys.policy import SchedulerMilestonesConfig
+from nemo_offload_rl.keys.run import validates_a_checkpoint
 from nemo_offload_rl.keys.worker import scheduler_phases
 from nemo_offload_rl.utils.config import nearest_key
 
@@ -109,11 +109,6 @@ def checkpoint_metric_is_measured(cfg: RunConfig) -> str | None:
             "rank by a train: metric or null, or, for a trial, set checkpointing.enabled=false"
         )
     return None
-
-
-def validates_a_checkpoint(save_period: int, val_period: int, num_steps: int) -> bool:
-    """Return whether a step of a run has both a checkpoint and a validation; the last step has a checkpoint."""
-    return math.lcm(save_period, val_period) <= num_steps or num_steps % val_period == 0
 
 
 def save_deadline_is_a_time(cfg: RunConfig) -> str | None:
