@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nemo_offload_rl.backends.hf.model_folder import local_config
 from nemo_offload_rl.config.rules.base import RuleSet, sources
 from nemo_offload_rl.config.rules.rollouts import vllm_kwargs_problem
 from nemo_offload_rl.keys.data import ArithmeticConfig, MixtureKeys
@@ -96,6 +97,18 @@ def only_evaluating_engines_in_8_bits_keep_layers(cfg: EvalMasterConfig) -> str 
     return None if problem is None else f"generation.vllm_cfg.{problem}"
 
 
+def quantized_folders_are_not_quantized_again(cfg: EvalMasterConfig) -> str | None:
+    """`generation.vllm_cfg.precision: fp8` needs a folder with weights of 16 or 32 bits."""
+    generation = cfg.generation
+    config = local_config(generation.model_name, {}) or {}
+    if not generation.vllm_cfg.is_quantized or not config.get("quantization_config"):
+        return None
+    return (
+        f"generation.vllm_cfg.precision is fp8, but the weights of {generation.model_name} are quantized already "
+        "(quantization_config in its config.json), and vLLM evaluates them as they are; set precision to bfloat16"
+    )
+
+
 EVAL_RULES: RuleSet[EvalMasterConfig] = RuleSet(
     (),
     (
@@ -108,5 +121,6 @@ EVAL_RULES: RuleSet[EvalMasterConfig] = RuleSet(
         evaluation_kwargs_are_allowed,
         evaluation_serves_no_endpoint,
         only_evaluating_engines_in_8_bits_keep_layers,
+        quantized_folders_are_not_quantized_again,
     ),
 )

@@ -41,6 +41,10 @@ BROKEN: dict[str, tuple[list[str], str]] = {
         ["+generation.vllm_cfg.num_first_layers_in_bf16=1"],
         "num_first_layers_in_bf16 is set, but precision is bfloat16",
     ),
+    "quantized_folders_are_not_quantized_again": (
+        ["generation.model_name=FOLDER", "generation.vllm_cfg.precision=fp8"],
+        "are quantized already (quantization_config in its config.json)",
+    ),
     "evaluation_kwargs_are_allowed": (["+generation.vllm_kwargs.load_format=dummy"], "generation.vllm_kwargs.load_f"),
 }
 
@@ -54,10 +58,12 @@ def test_the_shipped_evaluation_passes_every_check_and_loads_the_models_own_weig
 
 
 @pytest.mark.parametrize("rule", BROKEN)
-def test_a_broken_rule_says_which_keys_to_change(rule: str) -> None:
+def test_a_broken_rule_says_which_keys_to_change(rule: str, tmp_path: Path) -> None:
+    config = {"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     overrides, message = BROKEN[rule]
     with pytest.raises(ConfigError) as caught:
-        load_eval_config(EVAL, overrides)
+        load_eval_config(EVAL, [override.replace("FOLDER", str(tmp_path)) for override in overrides])
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
