@@ -120,8 +120,8 @@ class RolloutsAhead:
     def _most_at_once(self, max_age: int) -> int:
         """Return the number of parts that are drawn at a time.
 
-        Engines that stop for training need no rollouts in store: more of them would be older, and no step faster. A
-        step's number of groups keeps such engines as full as a synchronous run's are at its beginning.
+        Engines that stop while the policy trains work on one step's number of groups, which fills them as much as the
+        beginning of a synchronous step does. With more groups, rollouts would be older when a step takes them.
         """
         if not self._by_group:
             return max_age + 1

@@ -25,7 +25,7 @@ from vllm.model_executor.layers.quantization.online.fp8 import (
 
 from nemo_offload_rl.generation.vllm.fp8_loading import METHOD
 
-_ROUTERS = ("gate", "router", "shared_expert_gate")  # vLLM would quantize some of them
+_ROUTERS = ("gate", "router", "shared_expert_gate")  # vLLM 0.25.1 would quantize some routers
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 

@@ -1,8 +1,8 @@
 """Quantizes the weights of a refit, in the worker that receives them, for layers that an engine keeps in 8 bits.
 
-The policy sends what it always sends. The receiver knows which layers are in 8 bits, so no list of them crosses
-processes, and every engine worker quantizes the weights that it reads anyway. On a shared GPU no bytes cross a link;
-between GPUs (NCCL) they are twice those of 8-bit weights.
+The policy sends 16- or 32-bit weights, as to any engine. The receiver quantizes, because it knows which layers are in 8
+bits: no list of layers has to be sent. On a shared GPU no bytes cross a link. Between GPUs (NCCL) 16-bit weights take
+twice the bytes of 8-bit ones.
 
 vLLM's own loaders do the rest: they split, fuse and shard a quantized tensor and its scales as those of a checkpoint
 that was quantized block by block. So the weights are bit for bit those of an engine that loads such a checkpoint, and
@@ -29,7 +29,7 @@ METHOD = "fp8_refit"
 BLOCK = 128
 """Rows and columns of a block with one scale."""
 SCALES = "_scale_inv"
-"""What vLLM appends to the name of a weight for the name of its scales."""
+"""Suffix of a weight's name that makes the name of its scales in vLLM."""
 _SMALLEST = 1e-4  # the largest value of a block counts as at least this, as in vLLM
 _CHUNK_ELEMENTS = 2**23  # quantized at once
 QUANTIZING_BYTES = 12 * _CHUNK_ELEMENTS

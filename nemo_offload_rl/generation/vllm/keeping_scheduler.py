@@ -32,7 +32,7 @@ class KeptKvSettings:
     limit_bytes: int
 
     def compute_hash(self) -> str:
-        """Return what vLLM puts into the name of its compile cache, where nothing of this matters."""
+        """Return the part of vLLM's compile-cache key for these settings: empty, since they change no compiled code."""
         return ""
 
 

@@ -43,7 +43,7 @@ class KeptKv:
         if not block_ids:
             return
         num_bytes = len(block_ids) * sum(pages.shape[1] for pages in self._pages())
-        if self._arena.reserved_bytes < num_bytes:  # one region that grows, not one more for each larger rest
+        if self._arena.reserved_bytes < num_bytes:  # replaced by a larger region; a second one would add to it
             self._arena.close()
             self._arena.reserve(max(num_bytes, min(num_bytes * 5 // 4, self._limit_bytes)))
         self._block = self._arena.alloc(num_bytes, "kept KV blocks")

@@ -116,14 +116,18 @@ def check_cases(process: ProcessInfo, folder: str, backend: str) -> None:
             logger.info("%s: mean difference %.1e", name, (logprobs - expected).abs().mean())
 
 
+def run_on_two_gpus(root: Path, check: Any, backend: str) -> None:
+    config = qwen3_config(num_layers=4, hidden_size=512)
+    config.initializer_range = 0.02
+    save_model_folder(root / "model", 0, config)
+    run_ranks(2, root, check, str(root / "model"), backend, device="cuda")
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 @pytest.mark.parametrize("backend", ["DTensor", "Megatron"])
 def test_two_gpus_hold_the_model_of_hugging_face_and_residency_changes_no_bit(tmp_path: Path, backend: str) -> None:
-    config = qwen3_config(num_layers=4, hidden_size=512)
-    config.initializer_range = 0.02
-    save_model_folder(tmp_path / "model", 0, config)
-    run_ranks(2, tmp_path, check_cases, str(tmp_path / "model"), backend, device="cuda")
+    run_on_two_gpus(tmp_path, check_cases, backend)
 
 
 def process_bytes(device: str) -> int:
@@ -175,10 +179,7 @@ def check_suspended(process: ProcessInfo, folder: str, backend: str) -> None:
 @pytest.mark.skipif(nccl_problem() is not None, reason=nccl_problem() or "")
 @pytest.mark.parametrize("backend", ["DTensor", "Megatron"])
 def test_suspended_communicators_give_memory_back_and_change_no_bit(tmp_path: Path, backend: str) -> None:
-    config = qwen3_config(num_layers=4, hidden_size=512)
-    config.initializer_range = 0.02
-    save_model_folder(tmp_path / "model", 0, config)
-    run_ranks(2, tmp_path, check_suspended, str(tmp_path / "model"), backend, device="cuda")
+    run_on_two_gpus(tmp_path, check_suspended, backend)
 
 
 class OutOfMemoryOnce:
@@ -217,7 +218,4 @@ def check_first_pass(process: ProcessInfo, folder: str, backend: str) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 @pytest.mark.parametrize("backend", ["DTensor", "Megatron"])
 def test_a_rank_may_run_out_of_memory_before_the_groups_have_communicated(tmp_path: Path, backend: str) -> None:
-    config = qwen3_config(num_layers=4, hidden_size=512)
-    config.initializer_range = 0.02
-    save_model_folder(tmp_path / "model", 0, config)
-    run_ranks(2, tmp_path, check_first_pass, str(tmp_path / "model"), backend, device="cuda")
+    run_on_two_gpus(tmp_path, check_first_pass, backend)

@@ -143,7 +143,7 @@ def _renamed(mapping: Any, name: str) -> Any:
 
 
 class PlainWeights:
-    """A model's tensors as the bridge reads them (its `StateSource`), none of them in 8 or 4 bits.
+    """The bridge's source of a model's tensors (a `StateSource`); tensors of 8 or 4 bits are read as bfloat16.
 
     Args:
         files: The model's files.
