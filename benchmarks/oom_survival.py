@@ -41,7 +41,6 @@ from workers import CONFIGS, Run, Variant, on_device, random_batch, run_variants
 LONGER = 4
 PERIOD = 5
 ROWS = 8
-PAIRS = 8  # of usual steps, with and without the code that survives
 
 
 @dataclass(frozen=True)
@@ -56,14 +55,14 @@ class LimitedNLL(NLL):
         return super().__call__(logprobs_BS, batch, norm)
 
 
-def survive(num_ranks: int, foresees: bool, run: Run, variant: Variant) -> dict[str, Any]:
+def survive(num_ranks: int, foresees: bool, num_pairs: int, run: Run, variant: Variant) -> dict[str, Any]:
     """Measure one backend; `run.rows` are those of a micro-batch, of which each rank has two in a step."""
     run = replace(run, backend=variant.name, rows=2 * run.rows)
     if num_ranks == 1:
         with on_device(run.device):
-            return measured_on(run, worker_of(run, overrides_of(run, variant, 1)), foresees=foresees)
+            return measured_on(run, worker_of(run, overrides_of(run, variant, 1)), num_pairs, foresees=foresees)
     with tempfile.TemporaryDirectory() as folder:
-        spawn(rank_main, (num_ranks, foresees, run, variant, folder), nprocs=num_ranks)
+        spawn(rank_main, (num_ranks, foresees, num_pairs, run, variant, folder), nprocs=num_ranks)
         return json.loads((Path(folder) / "0.json").read_text())
 
 
@@ -77,7 +76,9 @@ def overrides_of(run: Run, variant: Variant, num_ranks: int) -> tuple[str, ...]:
     )
 
 
-def rank_main(rank: int, num_ranks: int, foresees: bool, run: Run, variant: Variant, folder: str) -> None:
+def rank_main(
+    rank: int, num_ranks: int, foresees: bool, num_pairs: int, run: Run, variant: Variant, folder: str
+) -> None:
     """One of several processes; writes its results into a file."""
     if run.device == "cpu":
         sys.path.append(str(Path(__file__).parents[1] / "tests/support"))
@@ -98,13 +99,15 @@ def rank_main(rank: int, num_ranks: int, foresees: bool, run: Run, variant: Vari
     join_process_group(process)
     with on_device(run.device):
         worker = worker_of(run, overrides_of(run, variant, num_ranks), process=process)
-        found = measured_on(run, worker, rank, num_ranks, foresees=foresees)
+        found = measured_on(run, worker, num_pairs, rank, num_ranks, foresees=foresees)
     (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
-def measured_on(run: Run, worker: Any, rank: int = 0, num_ranks: int = 1, *, foresees: bool) -> dict[str, Any]:
+def measured_on(
+    run: Run, worker: Any, num_pairs: int, rank: int = 0, num_ranks: int = 1, *, foresees: bool
+) -> dict[str, Any]:
     """Measure a rank's worker."""
     length, is_alone = max(run.lengths) // LONGER, num_ranks == 1
     generator = torch.Generator().manual_seed(rank)
@@ -116,12 +119,13 @@ def measured_on(run: Run, worker: Any, rank: int = 0, num_ranks: int = 1, *, for
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(3):
         step(worker, usual, NLL())
-    for pair in range(PAIRS):
+    for pair in range(num_pairs):
         for is_guarded in (True, False) if pair % 2 else (False, True):
             worker._passes = guarded if is_guarded else bare
             seconds[is_guarded].append(timed(run, lambda: step(worker, usual, NLL())))
     limit_gib = limit_memory(run.device)
     loss = LimitedNLL(most_tokens=limit)
+    worker._passes = bare
     # Several ranks would wait for the one that failed.
     error_without = error_of(lambda: worker.forward_backward(troubled, loss)) if is_alone else "not tried"
     worker._passes = guarded
@@ -132,6 +136,7 @@ def measured_on(run: Run, worker: Any, rank: int = 0, num_ranks: int = 1, *, for
         "foresees": foresees,
         "usual_s": statistics.median(seconds[True]),
         "usual_without_s": statistics.median(seconds[False]),
+        "ratio": statistics.median(one / other for one, other in zip(seconds[True], seconds[False], strict=True)),
         "limit_gib": limit_gib,
         "error_without": error_without,
         **found,
@@ -259,7 +264,17 @@ def synchronize(device: str) -> None:
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Make a table of the backends' results, below the errors of steps that failed."""
     lines = [f"{row['variant']}: {error}" for row in rows for error in (row.get("errors") or [])[:3]]
-    titles = "limit_gib", "steps", "errors", "splits", "reconnections", "reconnection_s", "usual_s", "usual_without_s"
+    titles = (
+        "limit_gib",
+        "steps",
+        "errors",
+        "splits",
+        "reconnections",
+        "reconnection_s",
+        "usual_s",
+        "usual_without_s",
+        "ratio",
+    )
     titles += "first_long_s", "long_s", "between_s"
     lines.append("| | " + " | ".join(titles) + " |")
     lines.append("|---" * (len(titles) + 1) + "|")
@@ -283,7 +298,8 @@ def main() -> None:
     parser.add_argument("backends", nargs="*", metavar="BACKEND", help="dtensor, megatron; both if none is named")
     parser.add_argument("--shape", default="0.6B", choices=list(SHAPES))
     parser.add_argument("--length", type=int, default=1024, help="tokens of a usual row")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--pairs", type=int, default=24, help="of usual steps, with and without the code that survives")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--host-gib", type=int, default=4, help="host memory to touch before anything is measured")
     parser.add_argument("--out", type=Path)
@@ -305,7 +321,11 @@ def main() -> None:
     of_backend = {"dtensor": ("policy.dtensor_cfg.torch_compile=false",), "megatron": ()}
     variants = [Variant(name, of_backend[name]) for name in args.backends or CONFIGS]
     results = run_variants(
-        args, run, variants, partial(survive, args.ranks, not args.no_preflight), ties_embeddings=args.shape in TIED
+        args,
+        run,
+        variants,
+        partial(survive, args.ranks, not args.no_preflight, args.pairs),
+        ties_embeddings=args.shape in TIED,
     )
     print(f"{results['machine']['gpu']}, {args.shape}, rows of {args.length} and {LONGER * args.length} tokens")
     for row in results["rows"]:
