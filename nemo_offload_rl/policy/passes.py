@@ -323,7 +323,7 @@ class Passes:
             return may_evict
         held = held_on_device(self._residency)
         told, phase = _in_one_line(error), self._residency.phase
-        if may_evict and (num_bytes := self._residency.evict()):
+        if may_evict and (num_bytes := self._residency.evict(after_failure=True)):
             logger.warning(
                 "out of memory in a pass of phase %s (%s); it is run again without %.2f GiB on the device that it does "
                 "not read",

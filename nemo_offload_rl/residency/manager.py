@@ -215,10 +215,17 @@ class ResidencyManager:
         if not prefetcher.is_paused and self.work.is_too_tight(kind, size, has_prefetched=prefetcher.has_brought):
             self.evict()
 
-    def evict(self) -> int:
-        """Offload prefetched state and the optimizer; phases that read them reload them. Return the bytes."""
+    def evict(self, *, after_failure: bool = False) -> int:
+        """Offload prefetched state and the optimizer; phases that read them reload them. Return the bytes.
+
+        Args:
+            after_failure: The present pass ran out of memory. If it is run again at its size, later phases of this kind
+                prefetch nothing into the memory that it then had.
+        """
         if self.phase is None:
             return 0
+        if after_failure:
+            self.work.ran_out()
         report = TransitionReport(self.phase, self.phase)
         num_bytes = self._prefetcher.evict(self.phase, self._snapshots, report)
         self._groups.ledger.add(report)

@@ -41,6 +41,7 @@ class WorkMemory:
         self._peak_bytes = 0  # of the phase, before the last `restart_peak`
         self._kind: PassKind | None = None  # of the present pass; None before the first one of a phase
         self._size = 0  # of the present pass
+        self._ran_out = False  # the present pass ran out of memory
         self._present: dict[PassKind | None, LearnedNeed] = {}  # of the present phase
         self._seen: dict[Phase, dict[PassKind | None, LearnedNeed]] = {}
 
@@ -89,6 +90,7 @@ class WorkMemory:
     def begin(self, phase: Phase, held_bytes: int, states: Iterable[GroupState] = ()) -> None:
         """Begin a phase with `held_bytes` of these groups on the device; some groups may still be leaving."""
         self._phase, self._kind, self._size, self._present = phase, None, 0, {}
+        self._ran_out = False
         self._held_bytes = held_bytes
         # An engine's phase takes most at its start, and there is no time to look at each release.
         followed = () if PHASES[phase].is_for_engine else states
@@ -98,10 +100,22 @@ class WorkMemory:
         self._other_bytes = max(0, self._device.allocated_bytes() - held_bytes)
 
     def expect(self, kind: PassKind, size: int) -> None:
-        """Begin a pass of this kind and size in tokens, in the present phase."""
+        """Begin a pass of this kind and size in tokens, in the present phase.
+
+        A pass that is run again at its size, after it ran out of memory, needs all that it has now.
+        """
         self.restart_peak()
-        self._kind, self._size = kind, size
-        self._include(0)
+        is_again = self._ran_out and (kind, size) == (self._kind, self._size)
+        self._kind, self._size, self._ran_out = kind, size, False
+        has_bytes = self._device.free_bytes() + self._device.allocated_bytes() - self._held_bytes if is_again else 0
+        self._include(has_bytes)
+
+    def ran_out(self) -> None:
+        """Record that memory ran out in the present pass, so that it needs more than was counted as allocated.
+
+        The allocator may hold memory in pieces too small for the pass, of which the peak of its bytes says nothing.
+        """
+        self._ran_out = True
 
     def end(self, *, is_whole: bool = True) -> int:
         """End the phase; remember the most that its work took, and return the peak of everything in it.

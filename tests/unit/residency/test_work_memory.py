@@ -21,6 +21,7 @@ class WorkingDevice(RoomyDevice):
     def __init__(self) -> None:
         super().__init__(0)
         self.capacity_bytes = CAPACITY_PARTS * PART_BYTES
+        self.unusable_bytes = 0  # free, but in pieces too small for a pass
 
     def drain_peak_bytes(self) -> int:
         peak_bytes, self.peak_bytes = self.peak_bytes, self.used_bytes()
@@ -28,7 +29,7 @@ class WorkingDevice(RoomyDevice):
 
     def work(self, num_bytes: int) -> None:
         """Take this much beside all that is there, and release it."""
-        if num_bytes > self.free_bytes():
+        if num_bytes > self.free_bytes() - self.unusable_bytes:
             raise torch.OutOfMemoryError(f"{num_bytes} bytes for a pass, {self.free_bytes()} are free")
         self.peak_bytes = max(self.peak_bytes, self.used_bytes() + num_bytes)
 
@@ -71,6 +72,30 @@ def test_sizes_that_creep_up_find_room_and_no_need_is_measured_smaller_than_it_w
         training.manager.enter(Phase.TRAINING)
         assert training.manager.work.needed_bytes(Phase.TRAINING) == int(size)
     assert max(came) > 0  # states came beside passes, so that there was something to leave
+
+
+def test_nothing_is_prefetched_again_into_the_memory_that_a_pass_lacked_because_it_was_in_pieces(training):
+    manager, device, num_bytes = training.manager, training.device, 4 * PART_BYTES
+    came = [run_update(training, num_bytes, 1) for _ in range(2)]
+    assert came[-1] > 0
+    manager.settle()
+    assert training.held_parts() == 0
+    # Passes find enough memory without parts, and not with them.
+    device.unusable_bytes = device.free_bytes() - num_bytes - PART_BYTES
+    for fails in (True, False, False):
+        manager.settle()
+        manager.expect_work(PassKind.TRAINING, num_bytes)
+        manager.step_opened()
+        manager.prefetch(Phase.OPTIM_STEP)
+        assert (training.held_parts() > 1) == fails
+        if fails:
+            with pytest.raises(torch.OutOfMemoryError):
+                device.work(num_bytes)
+            manager.evict(after_failure=True)
+            manager.expect_work(PassKind.TRAINING, num_bytes)
+        device.work(num_bytes)
+        training.optim_step()
+        manager.enter(Phase.TRAINING)
 
 
 def test_a_pass_without_backward_does_not_count_as_seen_for_one_with_backward(training):
