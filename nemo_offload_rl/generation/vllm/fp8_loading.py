@@ -80,7 +80,8 @@ def _quantize(matrices: Tensor) -> tuple[Tensor, Tensor]:
     padded = nn.functional.pad(matrices, (0, -columns % BLOCK, 0, -rows % BLOCK))
     blocks = padded.view(number, padded.shape[1] // BLOCK, BLOCK, padded.shape[2] // BLOCK, BLOCK)
     largest = blocks.abs().amax(dim=(2, 4), keepdim=True).float().clamp(_SMALLEST)
-    scales = largest / torch.finfo(torch.float8_e4m3fn).max
+    # By a tensor on the same device: CUDA multiplies by the rounded inverse of a number.
+    scales = largest / torch.full_like(largest, torch.finfo(torch.float8_e4m3fn).max)
     data = (blocks * (1.0 / scales)).to(torch.float8_e4m3fn)
     return data.view(padded.shape)[:, :rows, :columns].contiguous(), scales[:, :, 0, :, 0]
 
