@@ -170,11 +170,12 @@ def engine_process() -> Iterator[EngineProcess]:
 
 
 def engine_here(settings: VllmSettings) -> Any:
-    """An engine in this process, whose variables are vLLM's already; processes of vLLM's own are forked from it."""
+    """An engine in this process, whose variables are vLLM's; on CPUs, vLLM forks its own processes from it."""
     from nemo_offload_rl.generation.vllm.async_engine import AsyncVllmEngine
     from nemo_offload_rl.generation.vllm.engine import VllmEngine
 
-    forked.fork_processes_of_vllm()
+    if forked.has_vllm_for_cpus():
+        forked.fork_processes_of_vllm()
     return (AsyncVllmEngine if settings.async_engine else VllmEngine)(settings)
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkContext, ForkProcess, ForkServerContext
+from multiprocessing.context import ForkContext, ForkProcess, ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import patch
@@ -30,18 +30,20 @@ from unittest.mock import patch
 SUPPORT = Path(__file__).parent
 
 
-def context(*, with_vllm: bool = False) -> ForkServerContext:
+def context(*, with_vllm: bool = False) -> ForkServerContext | SpawnContext:
     """Where to start processes; the first call starts the server, and says whether it imports vLLM too.
 
-    vLLM imports for 10 s. On a machine with GPUs it is left out: it asks them what they are, after which a process must
-    not be forked.
+    vLLM imports for 10 s. On a machine with GPUs such processes are spawned: vLLM and other libraries ask GPUs what
+    they are, after which a process must not be forked.
     """
+    if with_vllm and not has_vllm_for_cpus():
+        return multiprocessing.get_context("spawn")
     made = multiprocessing.get_context("forkserver")
     made.set_forkserver_preload(["forked_imports"])
     paths = [str(SUPPORT), *sys.path]
     variables = {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "FORKED_IMPORTS": "vllm" if with_vllm and has_vllm_for_cpus() else "",
+        "FORKED_IMPORTS": "vllm" if with_vllm else "",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "PASSIVE",  # read as torch is loaded: threads of a forked process would spin
