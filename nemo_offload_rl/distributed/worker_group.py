@@ -125,6 +125,7 @@ class RayWorkerGroup:
             for actor in self._actors:
                 actor.load.remote(spec.libraries, spec.kwargs)
         self._raised: list[BaseException] = []
+        self._shown: dict[int, object] = {}  # of dead workers' processes, by the call that showed the last words
         # A call that was interrupted, or failed on some ranks only, may still run on others.
         self._unfinished: set[PendingCall] = set()
         self._building: PendingCall | None = PendingCall("build", ())  # not begun, so there is nothing to close either
@@ -323,9 +324,12 @@ class RayWorkerGroup:
         return [results[rank] for rank in rank_of.values()]
 
     def _show_last_words(self, rank: int) -> None:
-        """Log the end of a dead worker's standard error, which names the reason of a crash in native code."""
-        location = self._local_locations().get(rank)
-        if location is None:
+        """Log the end of a dead worker's standard error, which names the reason of a crash in native code.
+
+        Of several threads that waited for the worker, one does.
+        """
+        location, this_call = self._local_locations().get(rank), object()
+        if location is None or self._shown.setdefault(location.pid, this_call) is not this_call:
             return
         try:
             lines = Path(location.stderr_path).read_text(errors="replace").splitlines()
