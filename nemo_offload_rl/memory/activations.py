@@ -25,8 +25,9 @@ from nemo_offload_rl.backends.dtensor.attention import TAKES_BOUNDS, choose_atte
 from nemo_offload_rl.backends.dtensor.experts import expert_modules
 from nemo_offload_rl.backends.dtensor.loading import build_causal_lm
 from nemo_offload_rl.backends.dtensor.lora import add_adapters
-from nemo_offload_rl.backends.dtensor.model import decoder_layers
+from nemo_offload_rl.backends.dtensor.model import can_be_compiled, decoder_layers
 from nemo_offload_rl.backends.dtensor.parallel import cast_inputs
+from nemo_offload_rl.backends.dtensor.state_mixers import sequence_arguments
 from nemo_offload_rl.backends.dtensor.supported import COLUMNS, ROWS
 from nemo_offload_rl.backends.hf.export import load_config
 from nemo_offload_rl.backends.hf.model_folder import local_folder
@@ -270,7 +271,7 @@ def _trace(model: _Model, row: _Row, *, is_compiled: bool) -> ModelMemory:
     causal_lm = _built(model)
     layers = decoder_layers(causal_lm)
     calls, outer_bytes = _layer_calls(causal_lm, layers, _model_inputs(causal_lm, row, model.longest), model)
-    is_compiled = is_compiled and not expert_modules(causal_lm)
+    is_compiled = is_compiled and can_be_compiled(causal_lm)
     found: dict[str, LayerMemory] = {}
     for call in calls:
         if (kind := _kind(call)) not in found:
@@ -304,8 +305,12 @@ def _model_inputs(causal_lm: Any, row: _Row, longest: int) -> dict[str, Any]:
     inputs: dict[str, Any] = {"input_ids": torch.zeros(shape, dtype=torch.int64, device="meta"), "use_cache": False}
     if row.is_packed:
         inputs["position_ids"] = torch.zeros(1, row.num_tokens, dtype=torch.int64, device="meta")
+    bounds, lengths = None, ()
+    if row.is_packed:
+        bounds = torch.zeros(2 + row.num_tokens // longest, dtype=torch.int32, device="meta")
+        lengths = (*(longest,) * (row.num_tokens // longest), row.num_tokens % longest)
+    inputs |= sequence_arguments(causal_lm, lengths, bounds)
     if causal_lm.config._attn_implementation in TAKES_BOUNDS:
-        bounds = torch.zeros(2 + row.num_tokens // longest, dtype=torch.int32, device="meta") if row.is_packed else None
         inputs |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
     return inputs
 
@@ -325,13 +330,16 @@ def _layer_calls(
 
         return forward
 
+    own = [vars(layer).get("forward") for layer in layers]
     for layer in layers:
         layer.forward = recorded(layer)
     try:
         outer_bytes = live_bytes(lambda: causal_lm.base_model(**inputs), causal_lm)
     finally:
-        for layer in layers:
+        for layer, forward in zip(layers, own, strict=True):
             del layer.forward
+            if forward is not None:
+                layer.forward = forward
     return calls, outer_bytes - sum(call.hidden.nbytes for call in calls)
 
 

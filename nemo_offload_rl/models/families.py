@@ -73,6 +73,8 @@ class ModelFamily:
         is_served: Whether vLLM 0.25.1 has the family.
         mends_latent_attention: Whether transformers' latent attention leaves out YaRN's factor of scores, or has norms
             of latent states with another epsilon than the model's.
+        state_mixer: End of the class names of transformers' modules that carry a state along a row (linear attention,
+            Mamba, short convolutions); None without.
         refused: By backend, the settings that it refuses.
     """
 
@@ -98,6 +100,7 @@ class ModelFamily:
     masks_packed_rows: bool = True
     is_served: bool = True
     mends_latent_attention: bool = False
+    state_mixer: str | None = None
     refused: Mapping[str, tuple[Refusal, ...]] = field(default_factory=dict)
 
 
@@ -154,7 +157,6 @@ _OLMOE = (
     Refusal("rms_norm_eps", (None, 1e-5), "but the engine takes 1e-05"),
     Refusal("tie_word_embeddings", (None, False), "but the engine would have two matrices"),
 )
-
 FAMILIES: Mapping[str, ModelFamily] = {
     family.model_type: family
     for family in (
@@ -503,6 +505,12 @@ def mends_latent_attention(config: ModelConfig) -> bool:
     """Whether transformers' latent attention differs from the published one (see `ModelFamily`)."""
     family = family_of(config)
     return family is not None and family.mends_latent_attention
+
+
+def state_mixer(config: ModelConfig) -> str | None:
+    """Return the end of the class names of modules that carry a state along a row; None if the family has none."""
+    family = family_of(config)
+    return None if family is None else family.state_mixer
 
 
 def logits_divisor(config: ModelConfig) -> float:

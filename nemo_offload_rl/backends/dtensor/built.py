@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from nemo_offload_rl.backends.dtensor import parallel
 from nemo_offload_rl.backends.dtensor.attention import choose_attention, share_rows
-from nemo_offload_rl.backends.dtensor.experts import divide_experts, expert_modules
+from nemo_offload_rl.backends.dtensor.experts import divide_experts
 from nemo_offload_rl.backends.dtensor.loading import (
     build_causal_lm,
     find_weights,
@@ -23,12 +24,14 @@ from nemo_offload_rl.backends.dtensor.lora import LoraWeights, add_adapters
 from nemo_offload_rl.backends.dtensor.model import (
     LogprobModel,
     ModelRows,
+    can_be_compiled,
     compile_layers,
     decoder_layers,
     packed_rows,
     padded_rows,
     shared_rows,
 )
+from nemo_offload_rl.backends.dtensor.state_mixers import missing_kernels
 from nemo_offload_rl.backends.dtensor.tensor_parallel import apply_tensor_parallel
 from nemo_offload_rl.backends.hf.export import load_config
 from nemo_offload_rl.data.batch import TokenBatch
@@ -38,6 +41,8 @@ from nemo_offload_rl.protocols.backend import COMPUTE_DTYPES, ProcessInfo, RankI
 from nemo_offload_rl.protocols.scoring import Head
 from nemo_offload_rl.protocols.vocab import VocabShard
 from nemo_offload_rl.residency import StateGroup
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -110,6 +115,8 @@ class BuiltModel:
             shares_rows=cp_size > 1,
         )
         causal_lm = build_causal_lm(self.config, attention, dropout=settings.dropout)
+        if on_gpu and process.rank == 0 and (advice := missing_kernels(causal_lm)) is not None:
+            logger.warning(advice)
         sources = find_weights(causal_lm, settings.model_name)
         if is_frozen:
             freeze(causal_lm, compute_dtype)
@@ -130,7 +137,7 @@ class BuiltModel:
         softcap, kept = logits_softcap(contents), settings.logprob_filter
         self.head = Head(temperature, settings.logprob_chunk_size, shard, softcap, kept)
         self.module = LogprobModel(causal_lm, self.head, None if meshes.cp is None else meshes.cp.get_group())
-        if settings.dtensor_cfg.torch_compile and on_gpu and not expert_modules(causal_lm):
+        if settings.dtensor_cfg.torch_compile and on_gpu and can_be_compiled(causal_lm):
             compile_layers(layers)
         self.layers = list(layers)
         # A single rank gathers nothing: FSDP reads a layer's parameters on the current stream.

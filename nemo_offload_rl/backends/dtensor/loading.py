@@ -18,6 +18,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from nemo_offload_rl.backends.dtensor.experts import use_grouped_experts
 from nemo_offload_rl.backends.dtensor.model import decoder_layers
+from nemo_offload_rl.backends.dtensor.state_mixers import keep_sequences_apart, norms_in_torch
 from nemo_offload_rl.backends.hf.model_folder import find_weight_files, is_hub_name
 from nemo_offload_rl.backends.hf.weight_files import COMPUTED, HubNames, Piece, WeightFiles, check_same_tensors
 from nemo_offload_rl.backends.ranks import failing_together
@@ -58,6 +59,7 @@ def build_causal_lm(config: Any, attention: str, *, dropout: bool = False) -> An
     config = copy.deepcopy(config)
     for key in () if dropout else dropout_rates(config.to_dict()):
         setattr(config, key, 0.0)
+    norms_in_torch(config)
     with _META:
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
     use_grouped_experts(model)
@@ -69,6 +71,7 @@ def build_causal_lm(config: Any, attention: str, *, dropout: bool = False) -> An
         mend_latent_attention(model)
     if not masks_packed_rows(config.to_dict()):
         model.base_model.register_forward_pre_hook(_with_masks_by_positions, with_kwargs=True)
+    keep_sequences_apart(model, decoder_layers(model))
     # A padding row without gradient would depend on the vocabulary's split; padding gets no gradient anyway.
     model.get_input_embeddings().padding_idx = None
     return model.eval()
@@ -201,6 +204,7 @@ def check_weights(config: Any, model_name: str, *, compares_names: bool) -> None
     if is_hub_name(model_name) or any(path.suffix == ".bin" for path in find_weight_files(model_name)):
         return
     try:
+        norms_in_torch(config)
         with _META:
             model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     except BUILD_ERRORS as error:

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nemo_offload_rl.backends.dtensor.attention import TAKES_BOUNDS, own_pieces
+from nemo_offload_rl.backends.dtensor.experts import expert_modules
+from nemo_offload_rl.backends.dtensor.state_mixers import has_states, sequence_arguments
 from nemo_offload_rl.backends.ranks import sum_over
 from nemo_offload_rl.data.batch import on_device
 from nemo_offload_rl.protocols.scoring import Head, Positions, Reader, capped
@@ -37,7 +39,7 @@ class ModelRows:
             micro-batch's rows unchanged.
         positions_RL: Positions of the model's tokens, [1, L] if equal in all rows; None for column numbers.
         bounds: [sequences + 1] int32, with packed rows: the start of each sequence, and L.
-        longest: Tokens of the longest packed sequence.
+        lengths: Tokens of each packed sequence, on the host.
     """
 
     scored_N: Tensor
@@ -45,7 +47,7 @@ class ModelRows:
     tokens_RL: Tensor | None = None
     positions_RL: Tensor | None = None
     bounds: Tensor | None = None
-    longest: int = 0
+    lengths: tuple[int, ...] = ()
 
     def to(self, device: torch.device) -> Self:
         """Return a copy on a device."""
@@ -120,7 +122,7 @@ def packed_rows(lengths_B: Tensor, is_scored_BS: Tensor, multiple: int) -> Model
         tokens_RL=F.pad(tokens_L, (0, added)).unsqueeze(0),
         positions_RL=torch.cat([tokens_L % width, torch.arange(added)]).unsqueeze(0),
         bounds=F.pad(lengths_B.cumsum(0, dtype=torch.int32), (1, 0)),
-        longest=int(lengths_B.max()),
+        lengths=tuple(lengths_B.tolist()),
     )
 
 
@@ -137,6 +139,11 @@ def decoder_layers(causal_lm: Any) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and {type(layer).__name__ for layer in module} <= names
     )
     return layers
+
+
+def can_be_compiled(causal_lm: nn.Module) -> bool:
+    """Tell whether `torch_compile` compiles a model's layers; those with experts or states are left as they are."""
+    return not expert_modules(causal_lm) and not has_states(causal_lm)
 
 
 def compile_layers(layers: nn.ModuleList) -> None:
@@ -232,8 +239,10 @@ class LogprobModel(nn.Module):
         if rows.positions_RL is not None:
             inputs["position_ids"] = rows.positions_RL
         if self.causal_lm.config._attn_implementation in TAKES_BOUNDS:
+            longest = max(rows.lengths, default=0)
             inputs |= {"cu_seq_lens_q": rows.bounds, "cu_seq_lens_k": rows.bounds}
-            inputs |= {"max_length_q": rows.longest, "max_length_k": rows.longest}
+            inputs |= {"max_length_q": longest, "max_length_k": longest}
+        inputs |= sequence_arguments(self.causal_lm, rows.lengths, rows.bounds)
         return inputs | ({"input_ids": ids_RL} if embedded_RLH is None else {"inputs_embeds": embedded_RLH})
 
     def hf_parameters(self) -> list[tuple[str, nn.Parameter]]:

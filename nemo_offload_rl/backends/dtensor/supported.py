@@ -16,6 +16,7 @@ from nemo_offload_rl.models.families import (
     DTENSOR,
     attention_softcap,
     has_attention_sinks,
+    state_mixer,
     unsupported_family,
     unsupported_settings,
 )
@@ -108,6 +109,8 @@ def split_problem(config: Mapping[str, Any], plan: Mapping[str, str], size: int)
         return None
     if ModelShape.of(config).num_experts:
         return f"{key}, but it does not split models with experts; set it to 1, and use expert_parallel_size"
+    if state_mixer(config) is not None:
+        return f"{key}, but it does not split layers with states, which {config['model_type']} has; set it to 1"
     if not plan:
         return f"{key}, but transformers declares no tensor-parallel plan for {config['model_type']}; set it to 1"
     if config.get("use_qk_norm") and not any(pattern.endswith("q_norm") for pattern in plan):
@@ -168,6 +171,7 @@ def context_problem(config: Mapping[str, Any], size: int, longest: int) -> str |
     for what, has_it in {
         "soft-caps attention scores": attention_softcap(config) is not None,
         "has attention sinks": has_attention_sinks(config),
+        "carries states along rows": state_mixer(config) is not None,
     }.items():
         if has_it:
             return (

@@ -44,4 +44,4 @@ def test_a_packed_row_is_filled_up_with_a_sequence_of_its_own() -> None:
     rows = packed_rows(lengths_B, is_scored_BS, multiple=4)
     assert rows.positions_RL is not None and rows.positions_RL.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2]]
     assert rows.bounds is not None and rows.bounds.tolist() == [0, 3, 5, 8] and rows.bounds.dtype == torch.int32
-    assert rows.longest == 3
+    assert max(rows.lengths) == 3

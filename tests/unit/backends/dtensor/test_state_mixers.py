@@ -1,0 +1,82 @@
+"""Families whose layers carry a state along a row: no state crosses from one packed row to the next."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from closeness import assert_close
+from model_families import FAMILIES, save_family_folder
+from passing_cases import assert_same_steps, in_parts, steps
+from policy_cases import NLL, full_grads, one_rank_worker
+
+from nemo_offload_rl.data.batch import TrainBatch
+from nemo_offload_rl.keys.policy import BatchingConfig
+from nemo_offload_rl.models.families import FAMILIES as RECORDS
+
+LENGTHS = (63, 1, 64, 130, 2, 65)  # chunks of gated delta nets have 64 tokens
+NUM_TERMS = 2**16  # of gradients of decays: sums over all tokens of sums over chunks
+WITH_STATES = [name for name, (model_type, _) in FAMILIES.items() if RECORDS[model_type].state_mixer is not None]
+PACKED: dict[str, Any] = {
+    "max_total_sequence_length": 256,
+    "sequence_packing": BatchingConfig(
+        enabled=True, train_mb_tokens=sum(LENGTHS), logprob_mb_tokens=sum(LENGTHS), sequence_length_round=1
+    ),
+}
+
+
+def long_batch() -> TrainBatch:
+    """Rows of `LENGTHS`, of which all tokens but the first are counted."""
+    lengths_B = torch.tensor(LENGTHS)
+    is_real_BS = torch.arange(max(LENGTHS)) < lengths_B.unsqueeze(1)
+    ids_BS = torch.randint(0, 256, is_real_BS.shape, generator=torch.Generator().manual_seed(0))
+    token_mask = is_real_BS.float()
+    token_mask[:, 0] = 0
+    return TrainBatch(
+        input_ids=ids_BS.where(is_real_BS, 256),
+        input_lengths=lengths_B,
+        token_mask=token_mask,
+        sample_mask=torch.ones(len(LENGTHS)),
+    )
+
+
+def alone(model: Any, batch: TrainBatch) -> torch.Tensor:
+    """[B, S] logprobs of each row without the others and without padding."""
+    found = torch.zeros(batch.input_ids.shape)
+    for row, length in enumerate(LENGTHS):
+        ids_1S = batch.input_ids[row : row + 1, :length]
+        logprobs = model(ids_1S).logits.float().log_softmax(-1)[0, :-1].gather(-1, ids_1S[0, 1:, None])
+        found[row, 1:length] = logprobs.squeeze(-1)
+    return found
+
+
+@pytest.mark.trains
+@pytest.mark.parametrize("family", WITH_STATES)
+def test_packed_and_padded_rows_have_the_logprobs_and_gradients_of_each_row_alone(tmp_path: Path, family: str) -> None:
+    model, batch = save_family_folder(tmp_path, family), long_batch()
+    logprobs_BS = alone(model, batch)
+    loss = -(logprobs_BS * batch.token_mask).sum() / batch.token_mask.sum()
+    loss.backward()
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for changes in (PACKED, {"max_total_sequence_length": 256, "train_micro_batch_size": 6}):
+        with one_rank_worker(tmp_path, activation_checkpointing=True, **changes) as worker:
+            worker.prepare_for_lp_inference()
+            assert_close(worker.get_logprobs(batch), logprobs_BS.detach())
+            worker.prepare_for_training()
+            found, _ = worker.forward_backward(batch, NLL())
+            assert_close(found, float(loss.detach()))
+            assert_close(full_grads(worker), grads, num_terms=NUM_TERMS)
+
+
+@pytest.mark.trains
+@pytest.mark.parametrize("family", WITH_STATES)
+def test_packed_rows_layer_by_layer_are_bit_by_bit_those_of_a_model_that_stays(tmp_path: Path, family: str) -> None:
+    save_family_folder(tmp_path, family)
+    packing = BatchingConfig(enabled=True, train_mb_tokens=30, logprob_mb_tokens=30, sequence_length_round=1)
+    changes: dict[str, Any] = {"precision": "bfloat16", "sequence_packing": packing, "keep_reference": True}
+    with one_rank_worker(tmp_path, activation_checkpointing=True, **changes) as worker:
+        expected = steps(worker, 2)
+    with in_parts(tmp_path, **changes) as worker:
+        assert_same_steps(steps(worker, 2), expected)
