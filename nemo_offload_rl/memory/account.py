@@ -19,6 +19,7 @@ import yaml
 from nemo_offload_rl.backends.dtensor import torch_optim
 from nemo_offload_rl.backends.dtensor.activation_offload import host_bytes_at_most
 from nemo_offload_rl.backends.hf.model_folder import WEIGHT_PATTERNS, local_config, local_folder, local_model_config
+from nemo_offload_rl.errors import UserError
 from nemo_offload_rl.generation.vllm.fp8_loading import BLOCK, QUANTIZING_BYTES
 from nemo_offload_rl.keys.generation import VllmConfig
 from nemo_offload_rl.keys.grpo import RolloutSectionConfig
@@ -571,14 +572,15 @@ def model_sizes(model_name: str, *, without_weights: bool = False) -> ModelSizes
 def _sizes_by_config(folder: Path) -> ModelSizes | None:
     if not (folder / "config.json").is_file() or any(any(folder.glob(weights)) for weights in WEIGHT_PATTERNS):
         return None
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     from nemo_offload_rl.backends.dtensor.loading import BUILD_ERRORS
+    from nemo_offload_rl.backends.hf.export import load_config
 
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = load_config(str(folder), {})
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-    except BUILD_ERRORS:  # the check of the folder reports them
+    except (UserError, *BUILD_ERRORS):  # the check of the folder reports them
         return None
     return count_sizes(config.to_dict(), ((name, tensor.numel()) for name, tensor in model.named_parameters()))

@@ -10,7 +10,8 @@ from pathlib import Path
 from nemo_offload_rl.generation.vllm.allowed_args import ALLOWED, OWN_KEYS, REFUSED
 from nemo_offload_rl.keys.generation import KEPT_LAYERS
 from nemo_offload_rl.migrate.draft import Draft, converts
-from nemo_offload_rl.models.families import FAMILIES
+from nemo_offload_rl.models.families import DTENSOR, FAMILIES
+from nemo_offload_rl.models.towers import WHOLE_MODELS, language_config
 
 _KERNELS = ("moe_backend", "kernel_config", "mm_processor_cache_gb")
 
@@ -308,9 +309,11 @@ _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _TYPES = (
     (r"Qwen3-\d+B-A\d+B|Qwen3-235B", "qwen3_moe"),
     (r"Qwen3-[\d.]+B", "qwen3"),
+    (r"Qwen3-VL-\d+B-(?!A)", "qwen3_vl"),
     (r"Qwen2\.5-(Math-)?[\d.]+B|DeepSeek-R1-Distill-Qwen-1\.5B|DeepSeek-R1-Distill-Qwen-7B", "qwen2"),
     (r"Llama-3(\.[1-3])?-(Tulu-3-)?\d+B(?!-Vision)|DeepSeek-R1-Distill-Llama", "llama"),
     (r"Mistral-(7B|Nemo)", "mistral"),
+    (r"Mistral-Small-3\.[12]|Ministral-3-", "mistral3"),
     (r"SmolLM3", "smollm3"),
     (r"gemma-3-1b", "gemma3_text"),
     (r"gemma-3-\d+b", "gemma3"),
@@ -327,7 +330,7 @@ _TYPES = (
     (r"MiniMax", "minimax"),
 )
 _WITH_EXPERT_BIASES = ("deepseek_v3", "glm4_moe", "nemotron_h")
-_WITHOUT_EXPERTS = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "gemma3", "gemma3_text")
+_WITHOUT_EXPERTS = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "gemma3", "gemma3_text", "mistral3", "qwen3_vl")
 
 
 def model_type(model_name: object) -> str | None:
@@ -344,7 +347,7 @@ def model_type(model_name: object) -> str | None:
 def has_experts(model_name: object) -> bool | None:
     """Tell whether a local folder or a known family has experts; None if that is unknown."""
     if isinstance(model_name, str) and (config := Path(model_name).expanduser() / "config.json").is_file():
-        values = json.loads(config.read_text(encoding="utf-8"))
+        values = language_config(json.loads(config.read_text(encoding="utf-8")))
         return any(values.get(key) for key in _EXPERT_KEYS)
     return False if model_type(model_name) in _WITHOUT_EXPERTS else None
 
@@ -361,5 +364,7 @@ def is_trained(model_name: object, backend: str) -> bool:
         model_name: A folder, or a name of the hub.
         backend: "dtensor" or "megatron".
     """
-    family = FAMILIES.get(str(model_type(model_name)))
-    return family is not None and backend in family.trained_by
+    kind = str(model_type(model_name))
+    if kind in WHOLE_MODELS:
+        return backend == DTENSOR
+    return kind in FAMILIES and backend in FAMILIES[kind].trained_by

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from nemo_offload_rl.models import windows
 from nemo_offload_rl.models.rope import rope_type, rotated_parts, uncomputed_rope
+from nemo_offload_rl.models.towers import PART_OF
 from nemo_offload_rl.models.windows import ModelConfig
 
 DTENSOR, MEGATRON = "dtensor", "megatron"
@@ -403,8 +404,12 @@ def refused_settings(family: ModelFamily, backend: str) -> list[str]:
 def unsupported_family(config: ModelConfig, backend: str) -> str | None:
     """Return why a backend does not train models of this type, or None."""
     family = family_of(config)
-    if family is not None and backend in family.trained_by:
+    if family is not None and backend in family.trained_by and PART_OF not in config:
         return None
+    if PART_OF in config and family is not None and DTENSOR in family.trained_by:
+        if backend == DTENSOR:
+            return None
+        return f"model_type {config[PART_OF]}, which reads more than text; that backend reads folders of text models"
     text = config.get("text_config")
     inner = family_of(text) if isinstance(text, Mapping) else None
     if inner is not None and backend in inner.trained_by:

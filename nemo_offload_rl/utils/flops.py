@@ -18,6 +18,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from nemo_offload_rl.models.shape import ModelShape
+from nemo_offload_rl.models.towers import PART_OF, is_of_towers, language_config, place_in_whole
 
 # Dense bf16 FLOP/s by a part of the GPU's name, from data sheets of NVIDIA.
 _PEAKS = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "B200": 2250e12, "A100": 312e12, "A800": 312e12}
@@ -48,7 +49,10 @@ class ModelSizes:
 
 
 def read_model_sizes(model_name: str) -> ModelSizes | None:
-    """Sizes of a local Hugging Face folder with safetensors, without reading weights; None for anything else."""
+    """Sizes of a local Hugging Face folder with safetensors, without reading weights; None for anything else.
+
+    Of a folder that reads images too, they are the language model's.
+    """
     folder = Path(model_name)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -60,7 +64,11 @@ def read_model_sizes(model_name: str) -> ModelSizes | None:
     if not isinstance(config, dict):
         return None
     try:
-        return count_sizes(config, list(_tensors(files)))
+        tensors, language = list(_tensors(files)), language_config(config)
+        if PART_OF in language:
+            place = place_in_whole(name for name, _ in tensors)
+            tensors = [it for it in tensors if not is_of_towers(it[0], place)]
+        return count_sizes(language, tensors)
     except (OSError, SafetensorError):  # the check of the weights reports it
         return None
 

@@ -30,6 +30,7 @@ from nemo_offload_rl.models.families import (
     mends_latent_attention,
 )
 from nemo_offload_rl.models.rope import yarn_score_factor
+from nemo_offload_rl.models.towers import PART_OF, is_of_towers, place_in_whole, placed
 from nemo_offload_rl.residency import local_tensor
 
 _META = torch.device("meta")
@@ -220,6 +221,8 @@ def check_weights(config: Any, model_name: str, *, compares_names: bool) -> None
 def find_weights(causal_lm: Any, model_name: str, *, compares_names: bool = True) -> WeightSources:
     """Look for every parameter in the headers of the model's files; reads no weights.
 
+    Of a folder that reads images too, only the language model's tensors are compared.
+
     Args:
         causal_lm: Unchanged result of `build_causal_lm`.
         model_name: Folder or hub name.
@@ -228,12 +231,15 @@ def find_weights(causal_lm: Any, model_name: str, *, compares_names: bool = True
     Raises:
         UserError: The files cannot be read, or their names and shapes differ from the model's.
     """
-    files, hub = WeightFiles(model_name), HubNames(causal_lm.config.model_type)
+    files = WeightFiles(model_name)
+    place = place_in_whole(files.shapes) if hasattr(causal_lm.config, PART_OF) else {}
+    hub = HubNames(causal_lm.config.model_type, place)
     tensors = [*causal_lm.named_parameters(), *weight_buffers(causal_lm)]
     pieces = {name: _pieces(hub, files, name, tensor.shape) for name, tensor in tensors}
-    found, repeats = dict(files.shapes), {}
-    for copied, kept in causal_lm.all_tied_weights_keys.items():
-        (piece,) = pieces[kept]
+    found = {name: shape for name, shape in files.shapes.items() if not (place and is_of_towers(name, place))}
+    repeats = {}
+    for own_name, kept in causal_lm.all_tied_weights_keys.items():
+        copied, (piece,) = placed(own_name, place), pieces[kept]
         if copied in found and piece.name in found:
             repeats[kept] = copied
         elif copied in found:

@@ -16,9 +16,15 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from nemo_offload_rl.backends.hf.model_folder import TOKENIZER_FILES, find_file
-from nemo_offload_rl.backends.hf.weight_files import HubNames
+from nemo_offload_rl.backends.hf.model_folder import (
+    TOKENIZER_FILES,
+    find_file,
+    read_model_config,
+    read_whole_config,
+)
+from nemo_offload_rl.backends.hf.weight_files import HubNames, WeightFiles
 from nemo_offload_rl.backends.saving.folders import written_whole
 from nemo_offload_rl.data.tokenizer import load_tokenizer, template_text
 from nemo_offload_rl.errors import UserError
@@ -26,6 +32,16 @@ from nemo_offload_rl.keys.data import TokenizerConfig
 from nemo_offload_rl.keys.worker import PolicySettings
 from nemo_offload_rl.models.families import quantization_problem
 from nemo_offload_rl.models.rope import has_rotary_base, older_rope_keys, with_published_factor
+from nemo_offload_rl.models.towers import (
+    MODULES,
+    PART_OF,
+    PROCESSOR_FILES,
+    WHOLE_MODELS,
+    is_of_towers,
+    place_in_whole,
+    placed,
+    whole_config,
+)
 from nemo_offload_rl.protocols.backend import COMPUTE_DTYPES
 from nemo_offload_rl.utils.liveness import show_progress
 
@@ -42,7 +58,8 @@ def load_config(model_name: str, overrides: Mapping[str, Any]) -> Any:
     """Load the model's Hugging Face config and apply `policy.hf_config_overrides` as the engine does.
 
     Rotary embeddings get their published attention factor, even if only keys that engines alone read give it. Weights
-    in 8 or 4 bits are read as bfloat16 (see `WeightFiles`), so the config loses its `quantization_config`.
+    in 8 or 4 bits are read as bfloat16 (see `WeightFiles`), so the config loses its `quantization_config`. Of a folder
+    that reads images too, it is the language model's.
 
     Raises:
         UserError: The config cannot be read, the weights are quantized in a way that cannot be read, or an override
@@ -50,6 +67,8 @@ def load_config(model_name: str, overrides: Mapping[str, Any]) -> Any:
     """
     try:
         config = AutoConfig.from_pretrained(model_name)
+        if PART_OF in (language := read_model_config(model_name) if config.model_type in WHOLE_MODELS else {}):
+            config = CONFIG_MAPPING[language["model_type"]].from_dict(language)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())  # the model library's message has several lines
         raise UserError(
@@ -60,7 +79,7 @@ def load_config(model_name: str, overrides: Mapping[str, Any]) -> Any:
         raise UserError(f"policy.model_name={model_name} has {problem}; use another folder of the model")
     config.__dict__.pop("quantization_config", None)
     for key, value in overrides.items():
-        if key not in known or key == "model_type":
+        if key not in known or key in ("model_type", PART_OF):
             raise UserError(f"policy.hf_config_overrides.{key} is not a key of the config of {model_name}; remove it")
         setattr(config, key, value)
     if "rope_parameters" in overrides and not has_rotary_base(overrides["rope_parameters"]):
@@ -99,7 +118,8 @@ def export_hf_folder(
 ) -> None:
     """Write config, weights and tokenizer of the run; every rank calls it, rank 0 writes.
 
-    Rank 0 holds at most one file's weights in host memory.
+    Rank 0 holds at most one file's weights in host memory. What the model's folder has besides the language model is
+    copied, in the type that it has there.
 
     Args:
         path: The folder; it appears when complete.
@@ -109,7 +129,10 @@ def export_hf_folder(
         adapters: Adapters, which `weights` have merged, to write in peft's format to the folder `adapter`.
     """
     dtype = COMPUTE_DTYPES[settings.precision]
-    is_writer, hub = dist.get_rank() == 0, HubNames(config.model_type)
+    is_writer, is_part = dist.get_rank() == 0, hasattr(config, PART_OF)
+    source = WeightFiles(settings.model_name) if is_part else None
+    place = {} if source is None else place_in_whole(source.shapes)
+    hub = HubNames(config.model_type, place)
     with written_whole(path) as folder:
         files = _WeightWriter(folder)
         for name, value in weights:
@@ -117,15 +140,45 @@ def export_hf_folder(
                 for own_name, part in hub.divided(name, value):
                     files.add(own_name, part.to("cpu", copy=True).contiguous())
         if is_writer:
-            files.close()
-            export_config(config, dtype, files.names, folder)
+            if source is not None:
+                for name in (name for name in source.shapes if is_of_towers(name, place)):
+                    files.add(name, source.read_whole(name).clone())
+                files.close()
+                _export_whole_config(config, settings, folder)
+            else:
+                files.close()
+                export_config(config, dtype, files.names, folder)
             if (generation := find_file(settings.model_name, "generation_config.json")) is not None:
                 shutil.copyfile(generation, folder / generation.name)
             export_tokenizer(settings.tokenizer, folder)
         if adapters is not None:
-            held = {name: value.to("cpu", copy=True).contiguous() for name, value in adapters.weights if is_writer}
+            held = {
+                placed(name, MODULES if is_part else {}): value.to("cpu", copy=True).contiguous()
+                for name, value in adapters.weights
+                if is_writer
+            }
             if is_writer:
                 _export_adapters(folder / ADAPTER, held, adapters, files.names, settings.model_name)
+
+
+def _export_whole_config(config: Any, settings: PolicySettings, folder: Path) -> None:
+    """Write the original folder's config.json with the changes to its language model, and copy its processor's files.
+
+    Args:
+        config: The language model's.
+        settings: The model's folder, overrides and precision.
+        folder: Folder for the files.
+    """
+    changes = dict(settings.hf_config_overrides)
+    if with_published_factor(read_model_config(settings.model_name) | changes) is not None:
+        changes["rope_parameters"] = config.rope_parameters
+    dtype = str(COMPUTE_DTYPES[settings.precision]).removeprefix("torch.")
+    written = whole_config(read_whole_config(settings.model_name), changes, dtype)
+    text = json.dumps(written, indent=2, sort_keys=True) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    for name in PROCESSOR_FILES:
+        if (file := find_file(settings.model_name, name)) is not None:
+            shutil.copyfile(file, folder / name)
 
 
 def _export_adapters(

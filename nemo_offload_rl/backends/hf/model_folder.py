@@ -16,6 +16,7 @@ from nemo_offload_rl.data.readers import quiet_hub
 from nemo_offload_rl.errors import UserError, first_line
 from nemo_offload_rl.keys.master import PolicyRun
 from nemo_offload_rl.models.shape import ModelShape
+from nemo_offload_rl.models.towers import language_config
 
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZER_FILES = (
@@ -96,7 +97,16 @@ def model_vocab_size(model_name: str, overrides: Mapping[str, Any]) -> int | Non
 
 
 def read_model_config(model_name: str) -> dict[str, Any]:
-    """Read the model's config.json.
+    """Read the model's config.json; of a folder that reads images too, the language model's part.
+
+    Raises:
+        UserError: The file is missing or is not valid JSON.
+    """
+    return language_config(read_whole_config(model_name))
+
+
+def read_whole_config(model_name: str) -> dict[str, Any]:
+    """Read the folder's config.json as it is.
 
     Raises:
         UserError: The file is missing or is not valid JSON.
@@ -159,7 +169,7 @@ def local_model_config(cfg: PolicyRun) -> Mapping[str, Any] | None:
 
 
 def local_config(model_name: str, overrides: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the model's config.json with overrides; None for a broken folder.
+    """Return the model's config.json with overrides, as `read_model_config`; None for a broken folder.
 
     Also None for a hub's model that has not been downloaded yet.
     """
@@ -168,7 +178,7 @@ def local_config(model_name: str, overrides: Mapping[str, Any]) -> Mapping[str, 
         config = None if folder is None else _parsed((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return {**config, **overrides} if isinstance(config, dict) else None
+    return {**language_config(config), **overrides} if isinstance(config, dict) else None
 
 
 @lru_cache(maxsize=8)

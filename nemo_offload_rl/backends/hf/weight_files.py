@@ -24,6 +24,7 @@ from torch import Tensor
 from nemo_offload_rl.backends.hf.model_folder import find_file, find_weight_files, read_model_config
 from nemo_offload_rl.backends.hf.quantized import find_packed
 from nemo_offload_rl.errors import UserError
+from nemo_offload_rl.models.towers import placed
 from nemo_offload_rl.utils.liveness import show_progress
 
 logger = logging.getLogger(__name__)
@@ -251,12 +252,18 @@ class Piece:
 
 
 class HubNames:
-    """The names of one family's checkpoints, by `model_type` of config.json."""
+    """The names of one family's checkpoints.
 
-    def __init__(self, model_type: str) -> None:
+    Args:
+        model_type: The family, by config.json.
+        place: The model's place in a larger one, as `place_in_whole` returns it.
+    """
+
+    def __init__(self, model_type: str, place: Mapping[str, str] | None = None) -> None:
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
         from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
+        self._place = place or {}
         self._renamings: list[Any] = []
         self._experts: dict[str, tuple[str, ...]] = {}  # end of a parameter's name -> ends of an expert's tensor names
         for rule in get_checkpoint_conversion_mapping(model_type) or ():
@@ -273,7 +280,7 @@ class HubNames:
         """Return a parameter's checkpoint name; for stacked experts their module's, followed by the parameter's own."""
         for rule in reversed(self._renamings):
             name = rule.rename_source_key(name)[0]
-        return name
+        return placed(name, self._place)
 
     def pieces(self, name: str, shape: Sequence[int]) -> list[Piece]:
         """Return the checkpoint's tensors that make up a parameter.
@@ -282,10 +289,11 @@ class HubNames:
             name: Name of the parameter, or the result of `of` for it.
             shape: Shape of the parameter.
         """
-        place, end, own_name = self.of(name).partition(".experts.")
+        name = self.of(name)
+        place, end, own_name = name.partition(".experts.")
         ends = self._experts.get(end + own_name)
         if ends is None:
-            return [Piece(self.of(name), tuple(shape), (0,) * len(shape), tuple(shape))]
+            return [Piece(name, tuple(shape), (0,) * len(shape), tuple(shape))]
         num_experts, num_rows, *rest = shape
         rows = num_rows // len(ends)
         return [

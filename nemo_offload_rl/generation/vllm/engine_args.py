@@ -15,11 +15,13 @@ from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.generation.vllm.fp8_loading import METHOD, quantization
 from nemo_offload_rl.keys.engine import VllmSettings
 from nemo_offload_rl.models.rope import for_engine, query_scaling_for_engine
+from nemo_offload_rl.models.towers import PART_OF, language_config
 from nemo_offload_rl.utils.sockets import short_folder
 
 _LOG = logging.getLogger(__name__)
 _PACKAGE = "nemo_offload_rl.generation.vllm"
 _CPU_BATCH_TOKENS = 4096  # vLLM's default for CPUs
+_EMPTY = "dummy_"  # vLLM asks with an empty config first, whose type begins so
 _SOCKET_FOLDER = "VLLM_RPC_BASE_PATH"
 
 
@@ -140,7 +142,12 @@ def _model_config(settings: VllmSettings) -> dict[str, Any]:
     Refits quantize such weights, or vLLM does as it loads files.
     """
     weights_come = settings.vllm_kwargs.get("load_format", "dummy") == "dummy"
-    reads = partial(as_the_policy_reads_it, overrides=dict(settings.hf_config_overrides), weights_come=weights_come)
+    reads = partial(
+        as_the_policy_reads_it,
+        overrides=dict(settings.hf_config_overrides),
+        weights_come=weights_come,
+        language=_language_of(settings.model_name) if weights_come else None,
+    )
     if not settings.is_quantized:
         return {"hf_overrides": reads}
     kept = {
@@ -151,31 +158,52 @@ def _model_config(settings: VllmSettings) -> dict[str, Any]:
     return {"hf_overrides": partial(reads, kept=kept), "quantization": METHOD}
 
 
+def _language_of(model_name: str) -> dict[str, Any] | None:
+    """Return config.json of the language model in a folder that reads images too; None for other folders."""
+    from transformers import PreTrainedConfig
+
+    try:
+        language = language_config(PreTrainedConfig.get_config_dict(model_name)[0])
+    except OSError:  # vLLM reports it
+        return None
+    return language if PART_OF in language else None
+
+
 def as_the_policy_reads_it(
     config: Any,
     overrides: Mapping[str, Any],
     *,
     weights_come: bool = True,
     kept: Mapping[str, Any] | None = None,
+    language: Mapping[str, Any] | None = None,
 ) -> Any:
     """Change the model's config so that the engine builds the policy's model.
 
     Args:
-        config: Config of transformers, as vLLM has read it; changed in place and returned.
+        config: Config of transformers, as vLLM has read it; changed in place.
         overrides: `policy.hf_config_overrides`.
         weights_come: The weights come from the policy, in 16 or 32 bits, and not from the model's folder, which may
             have them in 8 or 4 bits.
         kept: With 8-bit weights, the layers that keep theirs in bfloat16: how many first and last ones, and names.
+        language: config.json of the language model in a folder that reads images too. The engine builds it alone.
+
+    Returns:
+        The changed config.
     """
-    config.update(overrides)
+    if language is not None and not config.model_type.startswith(_EMPTY):
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        config = CONFIG_MAPPING[language["model_type"]].from_dict(dict(language))
+    part = getattr(config, "text_config", config)  # of a folder that is evaluated, with its own weights
+    part.update(overrides)
     if weights_come and hasattr(config, "quantization_config"):
         del config.quantization_config
     if kept is not None:
-        layers = range(getattr(config, "num_hidden_layers", 0))  # vLLM asks with an empty config first
+        layers = range(getattr(part, "num_hidden_layers", 0))  # vLLM asks with an empty config first
         layers = {*layers[: kept["num_first"]], *layers[len(layers) - kept["num_last"] :]}
         config.quantization_config = quantization(sorted(layers), kept["names"], of_files=not weights_come)
-    if (rope := for_engine(config.to_dict())) is not None:
-        config.rope_parameters = rope
-    if (scaling := query_scaling_for_engine(config.to_dict())) is not None:
-        config.llama_4_scaling = scaling
+    if (rope := for_engine(part.to_dict())) is not None:
+        part.rope_parameters = rope
+    if (scaling := query_scaling_for_engine(part.to_dict())) is not None:
+        part.llama_4_scaling = scaling
     return config

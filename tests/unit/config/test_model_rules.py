@@ -47,9 +47,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "dbrx"}, "model_type dbrx"),
     ({"model_type": "deepseek_v4"}, "model_type deepseek_v4"),
     (
-        {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}},
-        "model_type gemma3, which reads more than text, but that backend trains only the language model, in a folder "
-        "of model_type gemma3_text",
+        {"model_type": "llava", "text_config": {"model_type": "llama"}},
+        "model_type llava, which reads more than text, but that backend trains only the language model, in a folder "
+        "of model_type llama",
     ),
     ({"model_type": "nemotron_h"}, "model_type nemotron_h"),
     ({}, "model_type None"),

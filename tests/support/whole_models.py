@@ -1,0 +1,62 @@
+"""Tiny folders of models that also read images, made in code: a language model of `model_families`, and a tower."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from model_families import FAMILIES, family_config
+from tiny_models import make_tokenizer
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+_VISION = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+_TOWERS: dict[str, dict[str, Any]] = {
+    "gemma3": _VISION | {"num_hidden_layers": 1},
+    "mistral3": _VISION | {"num_hidden_layers": 1, "head_dim": 16},
+    "qwen3_vl": {
+        **{"hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "depth": 2, "num_position_embeddings": 16},
+        **{"out_hidden_size": 64, "deepstack_visual_indexes": [1]},
+    },
+}
+_ROPE_OF_QWEN3_VL = {"rope_theta": 5e6, "rope_type": "default", "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+WHOLE: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gemma3-tied": ("gemma3", "gemma3-tied", {"vision_config": _TOWERS["gemma3"], "mm_tokens_per_image": 4}),
+    "mistral3": ("mistral3", "mistral", {}),
+    "mistral3-ministral3-tied": ("mistral3", "ministral3-tied", {}),
+    "qwen3_vl": ("qwen3_vl", "qwen3-tied", {"text_config": {"rope_parameters": _ROPE_OF_QWEN3_VL}}),
+    "qwen3_vl-tied": ("qwen3_vl", "qwen3-tied", {"text_config": {"rope_parameters": _ROPE_OF_QWEN3_VL}}),
+}
+"""By name: model type of the whole, a name of `model_families.FAMILIES`, and changes of the config."""
+_TEXT_TYPES = {"qwen3_vl": "qwen3_vl_text"}
+
+
+def save_whole_folder(path: Path, name: str, *, newer_names: bool = False) -> Any:
+    """Write weights, config, processor and tokenizer of a drawn model, under the hub's names or newer ones."""
+    kind, family, changes = WHOLE[name]
+    is_tied = name.endswith("-tied")
+    text = family_config(family).to_dict() | {"model_type": _TEXT_TYPES.get(kind, FAMILIES[family][0])}
+    text |= changes.get("text_config", {})
+    text |= {"tie_word_embeddings": is_tied}
+    whole = {"vision_config": _TOWERS[kind], **changes, "text_config": text, "tie_word_embeddings": is_tied}
+    config = AutoConfig.for_model(kind, **whole)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    model.float().eval().save_pretrained(path, save_original_format=not newer_names)
+    make_tokenizer().save_pretrained(path)
+    (path / "preprocessor_config.json").write_text('{"of": "images"}')
+    return model
+
+
+def whole_model(folder: Path) -> Any:
+    """The multimodal class of `transformers` with a folder's weights: all of its tensors, and no others."""
+    loaded: Any = AutoModelForImageTextToText.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    model, report = loaded
+    assert not report["missing_keys"] and not report["unexpected_keys"], report
+    return model.eval()

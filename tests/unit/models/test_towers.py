@@ -1,0 +1,215 @@
+"""Folders that read images too: the language model is trained, exported with the rest as it was, and served."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from closeness import assert_close
+from engine_process import EngineProcess, engine_process, engine_settings
+from lora_cases import lora_worker
+from matrix_cases import BATCHES, EPSILON, PACKING, RATE, answers_like, policy_of, scores_like, scores_of, steps
+from model_families import save_family_folder
+from peft import PeftModel
+from policy_cases import ONE_RANK, assert_equal, hf_logprobs, make_settings, torch_optimizer, worker_of
+from resume_cases import weights_of
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+from whole_models import WHOLE, save_whole_folder, whole_model
+
+from nemo_offload_rl.backends.dtensor.supported import unsupported
+from nemo_offload_rl.backends.factory import check_model
+from nemo_offload_rl.backends.hf.export import load_config
+from nemo_offload_rl.backends.hf.model_folder import local_config
+from nemo_offload_rl.backends.megatron.supported import unsupported as megatron_refuses
+from nemo_offload_rl.errors import UserError
+from nemo_offload_rl.memory.account import model_sizes
+from nemo_offload_rl.models.served import unserved
+from nemo_offload_rl.models.shape import ModelShape
+from nemo_offload_rl.models.towers import PART_OF, WHOLE_MODELS, is_of_towers, language_config, place_in_whole
+from nemo_offload_rl.weight_sync.refit import refit
+
+CHANGES: dict[str, Any] = {
+    "max_total_sequence_length": 400,
+    "logprob_batch_size": 4,
+    "optimizer": torch_optimizer("AdamW", lr=RATE, eps=EPSILON, weight_decay=0.0),
+}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[EngineProcess]:
+    with engine_process() as process:
+        yield process
+
+
+def worker(folder: Path, **changes: Any) -> Any:
+    return worker_of(make_settings(folder, backend="dtensor", **(CHANGES | changes)), ONE_RANK)
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: it for file in sorted(folder.glob("*.safetensors")) for name, it in load_file(file).items()}
+
+
+@pytest.mark.trains
+@pytest.mark.processes
+@pytest.mark.parametrize("name", WHOLE)
+def test_the_language_model_is_trained_exported_with_its_towers_and_served(
+    engine: EngineProcess, tmp_path: Path, name: str
+) -> None:
+    folder = tmp_path / "model"
+    save_whole_folder(folder, name)
+    model, before = whole_model(folder), tensors_of(folder)
+    place = place_in_whole(before)
+    towers = {own_name for own_name in before if is_of_towers(own_name, place)}
+    assert 0 < len(towers) < len(before)
+    scores_BS, losses = scores_of(model), losses_in_plain_torch(model)
+
+    with worker(folder) as policy:
+        scores_like(policy, scores_BS)
+        first = steps(policy, BATCHES[:1])
+        policy.save_checkpoint(tmp_path / "saved")
+        second = steps(policy, BATCHES[1:])
+        assert_close([loss for result in first + second for loss in result.loss], losses)
+        trained = weights_of(policy)
+        policy.export_hf(tmp_path / "hf")
+        policy.load_checkpoint(tmp_path / "saved")
+        assert steps(policy, BATCHES[1:]) == second
+        assert_equal(weights_of(policy), trained)
+        engine.start(engine_settings(folder))
+        refit(policy_of(policy), engine)
+
+    exported, after = whole_model(tmp_path / "hf"), tensors_of(tmp_path / "hf")
+    answers_like(engine, exported)
+    assert_close(dict(exported.named_parameters()), dict(model.named_parameters()))
+    assert after.keys() == before.keys()
+    for own_name, tensor in after.items():
+        assert torch.equal(tensor, before[own_name]) == (own_name in towers), own_name
+    assert (tmp_path / "hf/preprocessor_config.json").read_text() == '{"of": "images"}'
+    with worker(tmp_path / "hf", sequence_packing=PACKING) as policy:
+        scores_like(policy, scores_of(exported))
+
+
+def losses_in_plain_torch(model: Any) -> list[float]:
+    """Train the language model of a `transformers` model as the worker does; towers get no gradient in rows of text."""
+    for own_name, parameter in model.named_parameters():
+        parameter.requires_grad_("language_model" in own_name or own_name.startswith("lm_head"))
+    optimizer = torch.optim.AdamW(
+        (it for it in model.parameters() if it.requires_grad), lr=RATE, eps=EPSILON, weight_decay=0.0
+    )
+    losses = []
+    for batch in BATCHES:
+        weights_BS = batch.token_mask * batch.sample_mask.unsqueeze(1)
+        loss = -(hf_logprobs(model, batch) * weights_BS).sum() / weights_BS.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.trains
+def test_adapters_are_merged_and_named_as_in_the_whole_model(tmp_path: Path) -> None:
+    save_whole_folder(tmp_path / "model", "mistral3")
+    with lora_worker(tmp_path / "model", "dtensor", **CHANGES) as policy:
+        steps(policy, BATCHES)
+        policy.export_hf(tmp_path / "hf")
+    merged = scores_of(whole_model(tmp_path / "hf"))
+    base = whole_model(tmp_path / "model")
+    assert not torch.equal(scores_of(base), merged)
+    adapted = PeftModel.from_pretrained(base, str(tmp_path / "hf/adapter"))
+    assert_close(scores_of(adapted), merged)
+
+
+@pytest.mark.trains
+def test_a_folder_with_newer_names_keeps_them(tmp_path: Path) -> None:
+    save_whole_folder(tmp_path / "model", "gemma3-tied", newer_names=True)
+    before = tensors_of(tmp_path / "model")
+    assert "model.language_model.embed_tokens.weight" in before
+    with worker(tmp_path / "model") as policy:
+        scores_like(policy, scores_of(whole_model(tmp_path / "model")))
+        policy.export_hf(tmp_path / "hf")
+    assert_equal(tensors_of(tmp_path / "hf"), before)
+
+
+def test_a_missing_tensor_of_the_language_model_is_named(tmp_path: Path) -> None:
+    save_whole_folder(tmp_path, "mistral3")
+    tensors = tensors_of(tmp_path)
+    tensors.pop("language_model.model.norm.weight")
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"lack 1 of the 21 .* first language_model\.model\.norm\.weight"):
+        check_model(make_settings(tmp_path, backend="dtensor", **CHANGES))
+
+
+def test_sizes_are_those_of_the_language_model(tmp_path: Path) -> None:
+    save_whole_folder(tmp_path / "whole", "mistral3")
+    save_family_folder(tmp_path / "text", "mistral")
+    whole, text = (model_sizes(str(tmp_path / folder)) for folder in ("whole", "text"))
+    assert whole is not None and whole == text
+    (tmp_path / "whole/model.safetensors").unlink()
+    assert model_sizes(str(tmp_path / "whole"), without_weights=True) == text
+
+
+PUBLISHED = {
+    # google/gemma-3-4b-it leaves out what transformers takes anyway.
+    "gemma3": {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "text_config": {
+            **{"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34},
+            **{"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024},
+        },
+        "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+    },
+    # mistralai/Mistral-Small-3.2-24B-Instruct-2506, whose output layer is not tied although the whole's default is.
+    "mistral3": {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "text_config": {
+            **{"head_dim": 128, "hidden_act": "silu", "hidden_size": 5120, "intermediate_size": 32768},
+            **{"max_position_embeddings": 131072, "model_type": "mistral", "num_attention_heads": 32},
+            **{"num_hidden_layers": 40, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 1e9},
+            **{"sliding_window": None, "vocab_size": 131072},
+        },
+        "vision_config": {"model_type": "pixtral"},
+    },
+    # Qwen/Qwen3-VL-4B-Instruct
+    "qwen3_vl": {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "text_config": {
+            **{"attention_bias": False, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2560},
+            **{"intermediate_size": 9728, "max_position_embeddings": 262144, "model_type": "qwen3_vl_text"},
+            **{"num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-06},
+            "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+            **{"rope_theta": 5000000, "tie_word_embeddings": True, "vocab_size": 151936},
+        },
+        "tie_word_embeddings": True,
+        "vision_config": {"model_type": "qwen3_vl"},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", WHOLE_MODELS)
+def test_published_settings_are_read_as_transformers_reads_them(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **PUBLISHED[kind]}))
+    language = local_config(str(tmp_path), {})
+    assert language is not None and unsupported(language) is None and unserved(language, 8192) is None
+    assert f"model_type {kind}, which reads more than text" in str(megatron_refuses(language))
+    loaded = load_config(str(tmp_path), {})
+    assert ModelShape.of(language) == ModelShape.of(loaded.to_dict())
+    whole = AutoConfig.from_pretrained(tmp_path)
+    own, theirs = loaded.to_dict(), whole.text_config.to_dict()
+    only_named = {"architectures", "model_type", PART_OF, "rope_parameters", "tie_word_embeddings"}
+    assert {key: own[key] for key in own.keys() & theirs.keys() - only_named} == {
+        key: theirs[key] for key in own.keys() & theirs.keys() - only_named
+    }
+    rope = {key: value for key, value in theirs["rope_parameters"].items() if not key.startswith("mrope")}
+    assert own["rope_parameters"] == rope
+    assert own["tie_word_embeddings"] == (kind != "mistral3")
+
+
+@pytest.mark.parametrize("changes", [{"model_type": "llava"}, {"text_config": {"model_type": "gpt2"}}])
+def test_other_folders_are_refused_by_name(changes: dict[str, Any]) -> None:
+    config = {"model_type": "mistral3", "text_config": {"model_type": "mistral"}} | changes
+    assert f"model_type {config['model_type']}, " in str(unsupported(language_config(config)))
