@@ -155,7 +155,11 @@ def compile_layers(layers: nn.ModuleList) -> None:
     All layers share one limit of compilations. Training, recomputation, logprobs and single rows each need their own,
     more than torch's 8. Above the limit a layer runs uncompiled. If that begins between a forward pass and its
     recomputation, the two save different tensors, and the backward pass fails (`CheckpointError`).
+
+    Floats of a layer, such as a norm's epsilon, are constants. Otherwise torch makes them inputs of the graph, meets
+    one that has to be constant, such as attention's scale, and starts again. No cache has the first attempt.
     """
+    torch._dynamo.config.specialize_float = True
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_COMPILATIONS)
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True)
