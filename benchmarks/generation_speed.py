@@ -35,6 +35,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "synchronous scheduling": {"kwargs": {"async_scheduling": False}},
     "graphs of 1024 rows": {"kwargs": {"max_cudagraph_capture_size": 1024}},
     "eager": {"enforce_eager": True},
+    "blocks of 128": {"kwargs": {"block_size": 128}},
+    "triton attention": {"kwargs": {"attention_backend": "TRITON_ATTN"}},
     "fp8": {"precision": "fp8"},
     "fp8 deep_gemm": {"precision": "fp8", "use_deep_gemm": True},
     "fp8 cache": {"kv_cache_dtype": "fp8"},
