@@ -11,10 +11,11 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from nemo_offload_rl.backends.dtensor.loading import build_causal_lm
 from nemo_offload_rl.backends.dtensor.lora import add_adapters
 from nemo_offload_rl.backends.dtensor.model import can_be_compiled, decoder_layers
 from nemo_offload_rl.backends.dtensor.parallel import cast_inputs
-from nemo_offload_rl.backends.dtensor.state_mixers import sequence_arguments
+from nemo_offload_rl.backends.dtensor.state_mixers import sequence_arguments, without_kernels
 from nemo_offload_rl.backends.dtensor.supported import COLUMNS, ROWS
 from nemo_offload_rl.backends.hf.export import load_config
 from nemo_offload_rl.backends.hf.model_folder import local_folder
@@ -38,6 +39,8 @@ from nemo_offload_rl.protocols.backend import COMPUTE_DTYPES
 from nemo_offload_rl.residency import PassNeed
 
 logger = logging.getLogger(__name__)
+_CHUNK = 64  # tokens of a chunk of gated delta rules
+_WORKING = 8  # float32 tensors of a delta rule without gradients: queries, keys and values, with decays, in chunks
 
 _FP32_BYTES = 4
 _ON_DEVICE = 4  # inputs of layers on the device if they are offloaded
@@ -250,6 +253,10 @@ def _built(model: _Model) -> Any:
         config, torch.device("cuda"), model.dtype, longest=model.longest, packs=model.is_packed
     )
     causal_lm = build_causal_lm(config, attention)
+    without_kernels(causal_lm)  # which need values
+    for module in causal_lm.modules():
+        if (rule := getattr(module, "chunk_gated_delta_rule", None)) is not None:
+            module.chunk_gated_delta_rule = partial(_traced_delta_rule, rule)
     if model.lora is not None:
         add_adapters(causal_lm, model.lora, 0)
     for module in causal_lm.modules():
@@ -264,6 +271,56 @@ def _built(model: _Model) -> Any:
         experts.num_experts //= model.expert_size
     _split(causal_lm, model.tensor_size)
     return causal_lm
+
+
+class _Keeps(torch.autograd.Function):
+    """Takes the place of an operation without running it: keeps bytes for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, kept_bytes: int, result: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(result.new_empty(kept_bytes, dtype=torch.uint8), *inputs)
+        return torch.empty_like(result)
+
+    @staticmethod
+    def backward(ctx: Any, *_grads: Any) -> Any:
+        _, *inputs = ctx.saved_tensors
+        return None, None, *(torch.empty_like(it) for it in inputs)
+
+
+def _traced_delta_rule(
+    rule: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **_kwargs: Any
+) -> tuple[Tensor, None]:
+    """Take the place of a gated delta rule, whose operations in torch (`rule`) grow in number with a row's length."""
+    (_, num_tokens, num_heads, key_dim), value_dim = key.shape, value.shape[-1]
+    if not torch.is_grad_enabled():
+        kept_bytes = _WORKING * value.numel() * _FP32_BYTES
+    elif all(find_spec(name) is not None for name in ("fla", "causal_conv1d")):
+        kept_bytes = num_tokens * num_heads * (_CHUNK + 2 * key_dim) * value.element_size()
+    else:
+        one, two = (_delta_rule_bytes(rule, chunks, num_heads, key_dim, value_dim) for chunks in (1, 2))
+        kept_bytes = one + (two - one) * (-(-num_tokens // _CHUNK) - 1)
+    return _Keeps.apply(kept_bytes, value.detach(), query, key, value, g, beta), None
+
+
+@lru_cache(maxsize=32)
+def _delta_rule_bytes(rule: Callable[..., Any], num_chunks: int, num_heads: int, key_dim: int, value_dim: int) -> int:
+    """Count what torch's operations of a gated delta rule keep for the backward pass of some chunks."""
+
+    def given(*sizes: int) -> Tensor:
+        return torch.empty(1, num_chunks * _CHUNK, num_heads, *sizes, device="meta", requires_grad=True)
+
+    kept: dict[int, Tensor] = {}  # without what is given, which is kept anyway
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    inputs = {"query": given(key_dim), "key": given(key_dim), "value": given(value_dim), "g": given(), "beta": given()}
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda it: it):
+        result = rule(**inputs, use_qk_l2norm_in_kernel=True)
+    assert result[0].grad_fn is not None
+    own = {it.untyped_storage()._cdata for it in inputs.values()}
+    return sum(it.untyped_storage().nbytes() for place, it in kept.items() if place not in own)
 
 
 @lru_cache(maxsize=256)

@@ -158,6 +158,9 @@ _OLMOE = (
     Refusal("rms_norm_eps", (None, 1e-5), "but the engine takes 1e-05"),
     Refusal("tie_word_embeddings", (None, False), "but the engine would have two matrices"),
 )
+_QWEN3_5 = (Refusal("attn_output_gate", (None, True), "but the model library has output gates of attention"),)
+_NORMALIZES = Refusal("norm_topk_prob", (None, True), "but the model library normalizes the weights of experts")
+
 FAMILIES: Mapping[str, ModelFamily] = {
     family.model_type: family
     for family in (
@@ -366,6 +369,30 @@ FAMILIES: Mapping[str, ModelFamily] = {
             (DTENSOR, MEGATRON),
             has_window=windows.where_used,
             refused={MEGATRON: (_ATTENTION_BIAS, _SCALED)},
+        ),
+        ModelFamily(
+            "qwen3_5_moe_text",
+            "Qwen3.5 (text, experts)",
+            (DTENSOR,),
+            rotates_part=True,
+            state_mixer="GatedDeltaNet",
+            refused={DTENSOR: (*_QWEN3_5, _NORMALIZES)},
+        ),
+        ModelFamily(
+            "qwen3_5_text",
+            "Qwen3.5 (text)",
+            (DTENSOR,),
+            rotates_part=True,
+            state_mixer="GatedDeltaNet",
+            refused={DTENSOR: _QWEN3_5},
+        ),
+        ModelFamily(
+            "qwen3_next",
+            "Qwen3-Next",
+            (DTENSOR,),
+            rotates_part=True,
+            state_mixer="GatedDeltaNet",
+            refused={DTENSOR: _QWEN3_5},
         ),
         ModelFamily("seed_oss", "Seed-OSS", (DTENSOR,)),
         ModelFamily("smollm3", "SmolLM3", (DTENSOR,), has_window=windows.by_layer, activations=()),

@@ -19,6 +19,7 @@ _NUMBERS = ("factor", "attention_factor", "attn_factor", "extrapolation_factor",
 _MSCALES = ("short_mscale", "long_mscale")
 # Keys of engines; without them transformers computes the published function.
 _OF_ENGINES = ("attn_factor", "apply_yarn_scaling", *_MSCALES)
+_IMAGE_AXES = ("mrope_section", "mrope_interleaved")
 
 
 def rope_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -149,7 +150,14 @@ def for_engine(config: Mapping[str, Any]) -> dict[str, Any] | None:
         return given | betas | {"factor": factor, "attn_factor": published / usual}
 
     settings = _changed(config, translated)
+    if has_image_axes(config):
+        settings = {key: value for key, value in settings.items() if key not in _IMAGE_AXES}
     return None if settings == rope_settings(config) else settings
+
+
+def has_image_axes(config: Mapping[str, Any]) -> bool:
+    """Tell whether frequencies are dealt out to time, height and width of images; all three are equal for text."""
+    return config.get("model_type") in ("qwen3_5_text", "qwen3_5_moe_text")
 
 
 def query_scaling_for_engine(config: Mapping[str, Any]) -> dict[str, float] | None:

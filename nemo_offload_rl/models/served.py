@@ -13,6 +13,7 @@ from nemo_offload_rl.models.families import ModelFamily, Refusal, family_of
 from nemo_offload_rl.models.rope import (
     attention_factor,
     each_rope,
+    has_image_axes,
     is_usual_factor,
     rope_settings,
     rope_type,
@@ -24,6 +25,7 @@ _LEFT_OUT = "which the engine would leave out"
 _ADDED = "for which the engine would add biases that the model does not have"
 _BIASES_LEFT_OUT = Refusal("attention_bias", (None, False), _LEFT_OUT)
 _BIASES_ADDED = Refusal("attention_bias", (None, False), _ADDED)
+_OTHER_BIASES = Refusal("qkv_bias", (None, False), _ADDED)
 _ONE_MATRIX = Refusal("tie_word_embeddings", (None, True), "but the engine has one matrix for both")
 _TWO_MATRICES = Refusal("tie_word_embeddings", (None, False), "but the engine would have two matrices")
 _PAIRS = Refusal("rope_interleave", (None, True), "but the engine rotates pairs of neighbours")
@@ -77,7 +79,10 @@ SETTINGS: Mapping[str, tuple[Refusal, ...]] = {
     "olmo3": (_BIASES_LEFT_OUT,),
     "phi3": (_BIASES_ADDED,),
     "qwen3": (_BIASES_LEFT_OUT,),
+    "qwen3_5_moe_text": (_BIASES_LEFT_OUT, _OTHER_BIASES),
+    "qwen3_5_text": (_BIASES_LEFT_OUT, _OTHER_BIASES),
     "qwen3_moe": (_BIASES_LEFT_OUT,),
+    "qwen3_next": (_BIASES_LEFT_OUT, _OTHER_BIASES, _TWO_MATRICES),
     "seed_oss": (
         Refusal("attention_bias", (None, True), _ADDED),
         Refusal("attention_out_bias", (None, False), _LEFT_OUT),
@@ -159,7 +164,8 @@ def _rotary(config: ModelConfig, family: ModelFamily) -> str | None:
     if family.model_type == "glm" and (part := rotated_parts(config) - {0.5}):
         return f"partial_rotary_factor {part.pop()}, but the engine rotates half of each head in its family"
     for rope in each_rope(config):
-        if read := [key for key in _ROPE_OF_ENGINE if rope.get(key) is not None]:
+        read = [key for key in _ROPE_OF_ENGINE if rope.get(key) is not None]
+        if read and not (read == ["mrope_section"] and has_image_axes(config)):
             return f"{read[0]} of rotary embeddings, which only the engine would read"
         if rope_type({"rope_parameters": rope}) == "proportional":
             return "rope_type proportional, which the engine and the model library compute differently"

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from nemo_offload_rl.backends.dtensor.loading import make_buffers_of_biases
+from nemo_offload_rl.backends.dtensor.state_mixers import norms_in_torch, without_kernels
 from nemo_offload_rl.backends.dtensor.supported import unsupported as dtensor_refuses
 from nemo_offload_rl.backends.megatron.supported import unsupported as megatron_refuses
 from nemo_offload_rl.models.families import DTENSOR, MEGATRON
@@ -179,6 +180,16 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+# Gated delta nets in two of three layers, with two heads of values for each of keys; part of an attention head rotated.
+_DELTA_NET = {
+    "head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
 # A layer that sees the last tokens only, and one that sees all.
 _WINDOW = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 _GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "initializer_range": 0.15, **_WINDOW}
@@ -261,6 +272,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {**_MOE, **published("qwen3-30b")}),
     "qwen3_moe-dense": ("qwen3_moe", {**_MOE, "mlp_only_layers": [0]}),
     "qwen3_moe-tied": ("qwen3_moe", _MOE),
+    "qwen3_5-tied": ("qwen3_5_text", {**published("qwen3.5-4b-text"), **_DELTA_NET}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {**_QWEN2_MOE, **published("qwen3.5-35b-a3b-text"), **_DELTA_NET}),
+    "qwen3_next": ("qwen3_next", {**_QWEN2_MOE, **published("qwen3-next-80b-a3b"), **_DELTA_NET}),
     "seed_oss": ("seed_oss", {"head_dim": 32, **published("seedoss")}),
     "solar_open": ("solar_open", {**_QWEN3, **published("solar-open-100b"), **_DOTS1}),
     "stablelm": ("stablelm", published("stablelm2")),
@@ -297,6 +311,7 @@ def drawn_model(config: PreTrainedConfig, seed: int) -> Any:
     """A float32 model in eval mode, drawn from `seed`; vectors too, which would all start as zero or one."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
+        norms_in_torch(config)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1 or name.endswith("_bias"):
@@ -315,6 +330,7 @@ def as_published(model: Any) -> Any:
     It leaves out `attn_factor` of YaRN, scales rotary embeddings of OLMo 3's layers with a window too, rotates whole
     heads of MiniMax-M2, and scores of DeepSeek-V2 lack a factor.
     """
+    without_kernels(model)
     make_buffers_of_biases(model)
     rope, rotary = model.config.rope_parameters, model.base_model.rotary_emb
     if model.config.model_type == "minimax_m2":

@@ -45,6 +45,17 @@ def norms_in_torch(config: Any) -> None:
         source.FusedRMSNormGated = None
 
 
+def without_kernels(causal_lm: nn.Module) -> None:
+    """Let gated delta nets compute with torch's operations, which run on any device, also without memory."""
+    for mixer in causal_lm.modules():
+        source = importlib.import_module(type(mixer).__module__)
+        if hasattr(mixer, "chunk_gated_delta_rule") and hasattr(source, "torch_chunk_gated_delta_rule"):
+            mixer.chunk_gated_delta_rule = source.torch_chunk_gated_delta_rule
+            mixer.causal_conv1d_fn = None
+    if has_states(causal_lm):
+        setattr(causal_lm, _TAKES_BOUNDS, False)
+
+
 def keep_sequences_apart(causal_lm: Any, layers: Sequence[nn.Module]) -> None:
     """Prepare a model for packed rows: each sequence begins with an empty state. Other families stay unchanged.
 

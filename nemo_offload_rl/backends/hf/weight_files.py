@@ -261,12 +261,14 @@ class HubNames:
 
     def __init__(self, model_type: str, place: Mapping[str, str] | None = None) -> None:
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-        from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+        from transformers.core_model_loading import Concatenate, MergeModulelist, PrefixChange, WeightConverter
 
         self._place = place or {}
         self._renamings: list[Any] = []
         self._experts: dict[str, tuple[str, ...]] = {}  # end of a parameter's name -> ends of an expert's tensor names
         for rule in get_checkpoint_conversion_mapping(model_type) or ():
+            if isinstance(rule, PrefixChange):
+                continue  # folders of a part of a larger model have the names of the part
             if not isinstance(rule, WeightConverter):
                 self._renamings.append(rule.reverse_transform())
                 continue

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import os
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers.models.qwen3_next.modeling_qwen3_next import (
+    torch_chunk_gated_delta_rule,
+    torch_recurrent_gated_delta_rule,
+)
 from vllm import _custom_ops
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_BLOCK_KERNELS
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
 from vllm.model_executor.layers.fused_moe import cpu_fused_moe
 from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsFp8
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.platforms.interface import PlatformEnum
+from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from nemo_offload_rl.generation.vllm.fp8_loading import BLOCK
@@ -38,7 +47,8 @@ class RefitCpuWorker(CPUWorker):
     vLLM's choice of experts takes sigmoid scores and biases of experts only with groups of experts; models without
     groups (MiniMax-M2) get one. Its attention kernel takes sinks (gpt-oss) in bfloat16 only, so they are rounded. Its
     rotary kernel rotates only one head of queries of shape [tokens, heads, size] (DeepSeek-V3), so these use the native
-    implementation.
+    implementation. Its gated delta nets (Qwen3-Next, Qwen3.5) take bfloat16 only, so transformers' functions replace
+    them.
     """
 
     def init_device(self) -> None:
@@ -59,6 +69,8 @@ class RefitCpuWorker(CPUWorker):
         cpu_fused_moe.CPUFusedMOE.check_grouped_gemm = _no_grouped_gemm
         cpu_fused_moe.select_experts = _experts_of_one_group
         RotaryEmbedding.forward_cpu = _rotated
+        gdn_attention.cpu_gdn_attention_core = _delta_net
+        torch.cpu._is_amx_tile_supported = _no_amx
         _POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU] = [PlainFp8Kernel]
         cpu_moe.prepare_fp8_moe_layer_for_cpu = _as_they_are
         CPUExpertsFp8.apply = _plain_experts
@@ -67,6 +79,11 @@ class RefitCpuWorker(CPUWorker):
 
 def _no_grouped_gemm(self: object, layer: object) -> tuple[bool, str]:
     return False, "none"
+
+
+def _no_amx() -> bool:
+    """Keep vLLM from packing the weights of convolutions, where the processor has AMX."""
+    return False
 
 
 def _experts_of_one_group(*, use_grouped_topk: bool, custom_routing_function: Any, **kwargs: Any) -> Any:
@@ -82,6 +99,45 @@ def _attention_with_rounded_sinks(*args: Any, s_aux: Tensor | None = None, **kwa
 
 def _rotated(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     return (_rotate if query.dim() == 2 else type(self).forward_native)(self, positions, query, key)
+
+
+def _delta_net(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_name: LayerNameType) -> None:
+    """Compute gated delta nets of each sequence, from its states in the cache, in float32; see vLLM's function."""
+    context = get_forward_context()
+    if not isinstance(context.attn_metadata, dict):  # vLLM measures memory
+        return
+    layer: Any = context.no_compile_layers[_resolve_layer_name(layer_name)]
+    metadata: Any = context.attn_metadata[layer.prefix]
+    num_decodes, num_sequences = metadata.num_decodes, metadata.num_decodes + metadata.num_prefills
+    bounds = metadata.non_spec_query_start_loc[: num_sequences + 1].tolist()
+    slots = metadata.non_spec_state_indices_tensor[:num_sequences].tolist()
+    convolved, states = layer.kv_cache
+    if not is_conv_state_dim_first():
+        convolved = convolved.transpose(-1, -2)
+    states = states.view(*states.shape[:2], *states.shape[:1:-1])  # keys by values, as `torch_chunk_gated_delta_rule`
+    for index, (slot, (start, end)) in enumerate(zip(slots, pairwise(bounds), strict=True)):
+        has_state = index < num_decodes or bool(metadata.has_initial_state[index])
+        before = convolved[slot] if has_state else torch.zeros_like(convolved[slot])
+        given = torch.cat([before, mixed_qkv[start:end].T], dim=1).float()
+        convolved[slot] = given[:, -before.shape[1] :]
+        weight = layer.conv1d.weight.float().view(len(given), 1, -1)
+        mixed = nn.functional.silu(nn.functional.conv1d(given.unsqueeze(0), weight, groups=len(given)))
+        query, key, value = layer.rearrange_mixed_qkv(mixed[0].T)
+        query, key = (it.repeat_interleave(value.shape[2] // it.shape[2], dim=2) for it in (query, key))
+        decay = -layer.A_log.float().exp() * nn.functional.softplus(a[start:end].float() + layer.dt_bias.float())
+        rule = torch_recurrent_gated_delta_rule if end - start == 1 else torch_chunk_gated_delta_rule
+        found, state = rule(
+            query,
+            key,
+            value,
+            g=decay.unsqueeze(0),
+            beta=b[start:end].float().sigmoid().unsqueeze(0),
+            initial_state=states[slot : slot + 1].float() if has_state else None,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )
+        states[slot] = state[0].to(states.dtype)
+        core_attn_out[start:end] = found[0].to(core_attn_out.dtype)
 
 
 class PlainFp8Kernel(CPUFp8BlockScaledMMKernel):

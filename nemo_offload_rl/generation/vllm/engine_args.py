@@ -83,6 +83,7 @@ def engine_args(settings: VllmSettings, device_type: str) -> dict[str, Any]:
         raise ConfigError(
             f"policy.model_name={settings.model_name} has no config.json; name a Hugging Face model folder"
         )
+    register_models()
     arguments: dict[str, Any] = {
         "model": settings.model_name,
         **_model_config(settings),
@@ -134,6 +135,16 @@ def engine_args(settings: VllmSettings, device_type: str) -> dict[str, Any]:
                 "of 1,024 tokens took 25.4 s instead of 16.9 s); remove the key"
             )
     return {**arguments, **settings.vllm_kwargs}
+
+
+def register_models() -> None:
+    """Tell vLLM, in this process, of the classes of `text_models.py`; they are imported when a model needs them."""
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP, Qwen3_5ForConditionalGenerationConfig
+
+    for name in ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"):
+        ModelRegistry.register_model(name, f"{_PACKAGE}.text_models:{name}")
+        MODELS_CONFIG_MAP[name] = Qwen3_5ForConditionalGenerationConfig  # states in the type that config.json has
 
 
 def _model_config(settings: VllmSettings) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from nemo_offload_rl.generation.vllm.device_memory import wait_for_room
+from nemo_offload_rl.generation.vllm.engine_args import register_models
 from nemo_offload_rl.generation.vllm.kept_kv import KeptKv
 from nemo_offload_rl.generation.vllm.logprob_recorder import LogprobRecorder, SampledTokens, record_samples, why_not
 from nemo_offload_rl.generation.vllm.weight_loading import RefitSession, SeenLoads
@@ -23,6 +24,8 @@ from nemo_offload_rl.utils.traces import ProcessTrace, named_range
 from nemo_offload_rl.weight_sync.cuda_ipc import CudaIpcHandle, CudaIpcSender, SharedBuffer
 from nemo_offload_rl.weight_sync.nccl import NcclGroup, NcclHandle, NcclSender
 from nemo_offload_rl.weight_sync.shared_memory import SharedMemoryHandle
+
+register_models()  # in every worker, before it loads a model
 
 
 def bucket_to_wire(bucket: WeightBucket) -> list[Any]:

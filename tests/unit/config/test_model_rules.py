@@ -130,6 +130,7 @@ def test_a_plan_whose_parts_do_not_end_in_one_split_of_rows_excludes_sequence_pa
             {"model_type": "gemma2", "attn_logit_softcapping": 50.0},
             r"\(gemma2\) soft-caps attention scores.*; set it to 1",
         ),
+        ({"model_type": "qwen3_next"}, r"\(qwen3_next\) carries states along rows.*; set it to 1"),
         ({"model_type": "gpt_oss"}, r"\(gpt_oss\) has attention sinks.*; set it to 1"),
         (
             {**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
@@ -285,6 +286,11 @@ UNSPLIT: list[tuple[int, dict[str, Any], str]] = [
     (4, {"num_attention_heads": 4, "num_key_value_heads": 2}, "2 key-value heads"),
     (2, {"intermediate_size": 33}, "33 channels of MLPs"),
     (2, {"vocab_size": 33}, "33 tokens of the vocabulary"),
+    (
+        2,
+        {"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"]},
+        "does not split layers with states, which qwen3_5_text has; set it to 1",
+    ),
 ]
 
 

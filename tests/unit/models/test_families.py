@@ -38,6 +38,7 @@ UNSPLIT = {
     "cohere-norms-tied": "has no norms of queries and keys, which use_qk_norm asks for",
     "hunyuan": "declares no tensor-parallel plan for hunyuan_v1_dense",
     "llama-odd": "does not divide the 389 tokens of the vocabulary",
+    "qwen3_5-tied": "does not split layers with states, which qwen3_5_text has",
     "stablelm": "declares no tensor-parallel plan for stablelm",
 }
 
@@ -89,6 +90,11 @@ def test_a_plan_with_an_unknown_style_or_none_is_refused_by_name(model_type: str
             {"topk_method": "group_limited_greedy"},
             'topk_method "group_limited_greedy", but the model library computes only greedy',
         ),
+        (
+            "qwen3_5-tied",
+            {"attn_output_gate": False},
+            "attn_output_gate false, but the model library has output gates of attention",
+        ),
         ("glm4_moe_lite", {"first_k_dense_replace": 3}, "first_k_dense_replace 3, but the model library takes 1"),
         (
             "minimax_m2",
@@ -117,6 +123,9 @@ OTHERWISE: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3-window", {"max_window_layers": 2, "layer_types": None}, "sliding_window 8 that no layer has"),
     ("qwen3-window", {"max_window_layers": 1, "layer_types": None}, "layers with and without a sliding window"),
     ("phi3-window", {"layer_types": TURNS}, "layer_types that differ"),
+    ("qwen3_next", {"tie_word_embeddings": True}, "tie_word_embeddings true, but the engine would have two"),
+    ("qwen3_next", {"qkv_bias": True}, "qkv_bias true, for which the engine would add biases"),
+    ("qwen3_5_moe", {"attention_bias": True}, "attention_bias true, which the engine would leave out"),
     ("qwen3", {"attention_bias": True}, "attention_bias true, which the engine would leave out"),
     ("cohere-tied", {"tie_word_embeddings": False}, "tie_word_embeddings false, but the engine has one matrix"),
     ("glm4_moe", {"tie_word_embeddings": True}, "tie_word_embeddings true, but the engine would have two"),

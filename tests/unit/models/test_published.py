@@ -78,6 +78,13 @@ def test_the_factor_of_longrope_is_said_in_both_vocabularies() -> None:
     assert for_engine(given)["long_mscale"] == 1.3
 
 
+def test_the_engine_rotates_text_of_qwen3_5_without_axes_of_images() -> None:
+    rope = PUBLISHED["qwen3.5-4b-text"]["rope_parameters"]
+    told = for_engine(PUBLISHED["qwen3.5-4b-text"])
+    assert told == {key: value for key, value in rope.items() if not key.startswith("mrope")}
+    assert len(rope) - len(told) == 2
+
+
 def test_the_rotated_share_and_the_factor_of_scores_that_transformers_does_not_read_are_the_published_ones() -> None:
     assert with_published_factor(PUBLISHED["minimax-m2"] | {"rope_scaling": {}}) == {"partial_rotary_factor": 0.5}
     # As `modeling_deepseek.py` of DeepSeek-V2-Lite: (0.1 * 0.707 * log(40) + 1) ** 2

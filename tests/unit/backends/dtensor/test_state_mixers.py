@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import torch
 from closeness import assert_close
-from model_families import FAMILIES, save_family_folder
+from model_families import FAMILIES, drawn_model, family_config, save_family_folder
 from passing_cases import assert_same_steps, in_parts, steps
-from policy_cases import NLL, full_grads, one_rank_worker
+from policy_cases import NLL, full_grads, make_settings, one_rank_worker, worker_of
+from tiny_models import make_tokenizer
 
 from nemo_offload_rl.data.batch import TrainBatch
 from nemo_offload_rl.keys.policy import BatchingConfig
+from nemo_offload_rl.memory import activations
 from nemo_offload_rl.models.families import FAMILIES as RECORDS
+from nemo_offload_rl.protocols.backend import ProcessInfo
 
 LENGTHS = (63, 1, 64, 130, 2, 65)  # chunks of gated delta nets have 64 tokens
 NUM_TERMS = 2**16  # of gradients of decays: sums over all tokens of sums over chunks
@@ -80,3 +83,30 @@ def test_packed_rows_layer_by_layer_are_bit_by_bit_those_of_a_model_that_stays(t
         expected = steps(worker, 2)
     with in_parts(tmp_path, **changes) as worker:
         assert_same_steps(steps(worker, 2), expected)
+
+
+def test_layers_with_states_and_without_are_counted_apart_however_long_their_rows_are(tmp_path: Path) -> None:
+    save_family_folder(tmp_path, "qwen3_next")
+    settings = make_settings(tmp_path, precision="bfloat16", max_total_sequence_length=1024)
+    found = [activations._traced(settings, activations._Row(tokens, False), is_training=True) for tokens in (513, 1025)]
+    short, long = ([layer.kept_bytes for layer in model.layers] for model in found if model is not None)
+    assert short[0] == short[2] > 2 * short[1]
+    assert [one / other for one, other in zip(long, short, strict=True)] == pytest.approx([2.0] * 3, rel=0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("family", WITH_STATES)
+def test_packed_rows_on_a_gpu_have_the_logprobs_of_each_row_alone(tmp_path: Path, family: str) -> None:
+    """With kernels, if they are installed, else with torch's operations; the log says which packages are missing."""
+    model = drawn_model(family_config(family, initializer_range=0.05), seed=0)
+    model.save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    batch = long_batch()
+    expected = alone(model, batch).detach()
+    on_gpu = ProcessInfo(rank=0, world_size=1, init_method="", device="cuda:0")
+    with worker_of(make_settings(tmp_path, precision="bfloat16", **PACKED), on_gpu) as worker:
+        worker.prepare_for_lp_inference()
+        assert (worker.get_logprobs(batch) - expected).abs().mean() < 0.02
+        worker.prepare_for_training()
+        worker.train(batch, NLL())

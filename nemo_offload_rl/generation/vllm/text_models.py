@@ -1,0 +1,30 @@
+"""Language models of Qwen3.5 without the parts that read images; vLLM imports them by name (`register_models`).
+
+vLLM 0.25.1 has these models inside of those that read images, but registers only the latter. It asks a registered model
+for the sizes and types of its states.
+"""
+
+from __future__ import annotations
+
+from vllm.model_executor.models import qwen3_5
+from vllm.model_executor.models.interfaces import IsHybrid
+
+
+class _States(IsHybrid):
+    """Answers about states as the models that read images do."""
+
+    get_mamba_state_dtype_from_config = classmethod(
+        qwen3_5.Qwen3_5ForConditionalGeneration.get_mamba_state_dtype_from_config.__func__
+    )
+    get_mamba_state_shape_from_config = classmethod(
+        qwen3_5.Qwen3_5ForConditionalGeneration.get_mamba_state_shape_from_config.__func__
+    )
+    get_mamba_state_copy_func = classmethod(qwen3_5.Qwen3_5ForConditionalGeneration.get_mamba_state_copy_func.__func__)
+
+
+class Qwen3_5ForCausalLM(qwen3_5.Qwen3_5ForCausalLM, _States):
+    """The dense model."""
+
+
+class Qwen3_5MoeForCausalLM(qwen3_5.Qwen3_5MoeForCausalLM, _States):
+    """The model with experts."""
