@@ -6,7 +6,9 @@
 Each variant runs in a process of its own (vLLM reads its environment variables at import), with a random model. Calls
 take turns in one engine: logprobs recorded by its worker, returned by vLLM with each token, and none at all. It also
 counts recorded logprobs that are not bit for bit those that vLLM returns. The first call of each way compiles and is
-left out. Tries itself on a CPU: `--device cpu --shapes tiny --prompts 8 --tokens 64`. Docs: docs/measurements/grpo.md.
+left out. With adapters (`--variants base "adapters of rank 16" --ways recorded`) the engine applies random ones in all
+layers; `base` is as fast as weights with merged adapters, and `refit_s` the time to load them. Tries itself on a CPU:
+`--device cpu --shapes tiny --prompts 8 --tokens 64`. Docs: docs/measurements/grpo.md.
 """
 
 from __future__ import annotations
@@ -37,17 +39,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "eager": {"enforce_eager": True},
     "blocks of 128": {"kwargs": {"block_size": 128}},
     "triton attention": {"kwargs": {"attention_backend": "TRITON_ATTN"}},
+    "adapters of rank 16": {"adapter_rank": 16},
+    "adapters of rank 64": {"adapter_rank": 64},
     "fp8": {"precision": "fp8"},
     "fp8 deep_gemm": {"precision": "fp8", "use_deep_gemm": True},
     "fp8 cache": {"kv_cache_dtype": "fp8"},
     "fp8 both": {"precision": "fp8", "kv_cache_dtype": "fp8"},
 }
+LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 WAYS = ("recorded", "returned", "none")
 
 
 def settings_of(variant: dict[str, Any], arguments: argparse.Namespace) -> Any:
     """Settings of the variant's engine."""
-    from nemo_offload_rl.keys.engine import VllmSettings
+    from nemo_offload_rl.keys.engine import ServedAdapters, VllmSettings
 
     on_gpu = arguments.device == "cuda"
     settings: dict[str, Any] = {
@@ -68,7 +73,34 @@ def settings_of(variant: dict[str, Any], arguments: argparse.Namespace) -> Any:
         "max_restarts": 0,
         "vllm_kwargs": {"load_format": "auto", **variant.get("kwargs", {})},
     }
+    if rank := variant.get("adapter_rank"):
+        settings["adapters"] = ServedAdapters(rank, LAYERS)
     return VllmSettings(**settings | {key: value for key, value in variant.items() if key in settings})
+
+
+def load_adapters(engine: Any, folder: Path, rank: int) -> float:
+    """Send random adapters to the engine, and return the seconds of the refit."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from nemo_offload_rl.protocols.backend import WeightSpec
+    from nemo_offload_rl.weight_sync.shared_memory import SharedMemorySender
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    tensors: dict[str, Any] = {}
+    for name, layer in model.named_modules():
+        if name.rpartition(".")[2] in LAYERS:
+            tensors[f"{name}.lora_A.weight"] = torch.randn(rank, layer.in_features) / 100
+            tensors[f"{name}.lora_B.weight"] = torch.randn(layer.out_features, rank) / 100
+    sender = SharedMemorySender([WeightSpec(name, tuple(it.shape), it.dtype) for name, it in tensors.items()], 2**30)
+    begin_s = time.perf_counter()
+    sender.start(iter(tensors.items()))
+    while (bucket := sender.next_bucket()) is not None:
+        engine.load_bucket(bucket)
+    engine.finish_refit()
+    sender.close()
+    return time.perf_counter() - begin_s
 
 
 def without_logprobs(engine: Any, prompts: list[list[int]], sampling: Any, group: int) -> int:
@@ -79,7 +111,7 @@ def without_logprobs(engine: Any, prompts: list[list[int]], sampling: Any, group
 
     params = [sampling_params(sampling, group, i, records_logprobs=True) for i in range(len(prompts))]
     asked = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
-    outputs = engine._engine.generate(asked, params, use_tqdm=False)
+    outputs = engine._engine.generate(asked, params, use_tqdm=False, lora_request=engine._adapters)
     return sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
 
 
@@ -118,6 +150,8 @@ def measure(variant: dict[str, Any], arguments: argparse.Namespace) -> dict[str,
     settings = settings_of(variant, arguments)
     engine = (AsyncVllmEngine if settings.async_engine else VllmEngine)(settings)
     result: dict[str, Any] = {"start_s": time.perf_counter() - begin_s, "records": engine._records_logprobs}
+    if rank := variant.get("adapter_rank"):
+        result["refit_s"] = load_adapters(engine, arguments.model, rank)
     prompts = [[4 + i % 16, 5, 6, 7, 8, 9] for i in range(arguments.prompts)]
     if not settings.async_engine and result["records"]:
         few = SamplingSettings(max_new_tokens=min(arguments.tokens, 64), seed=0)

@@ -64,6 +64,7 @@ class RolloutEngine:
         self.trained_steps = 0
         self.around_refit: Callable[[], AbstractContextManager[None]] = nullcontext
         self.num_restarts = 0
+        self._sent_bytes = 0
 
     def bring_weights(self) -> None:
         """Wake the engine with the policy's present weights."""
@@ -116,6 +117,11 @@ class RolloutEngine:
             self._is_awake = False
             self._with_restarts(lambda: self._engine.finish_generation(discard_weights=True))
 
+    def take_sent_bytes(self) -> int:
+        """Return the bytes of all refits since the last call."""
+        taken, self._sent_bytes = self._sent_bytes, 0
+        return taken
+
     def start_trace(self) -> None:
         """See `Traced`."""
         self._with_restarts(self._engine.start_trace)
@@ -144,7 +150,8 @@ class RolloutEngine:
         """Refit and wake the engine unless it is awake already."""
         if not self._is_awake:
             with self.around_refit(), self._timer.phase("refit"):
-                refit(self._policy, self._engine, self._timer, version=self.trained_steps)
+                report = refit(self._policy, self._engine, self._timer, version=self.trained_steps)
+            self._sent_bytes += report.num_bytes
             self._is_awake = True
 
     def _with_restarts[Result](self, call: Callable[[], Result]) -> Result:

@@ -234,6 +234,7 @@ class RolloutLoop:
             self._logger.log(step, timing_metrics(seconds), "timing")
             self._logger.log(step, self._parts.memory.drain(step + 1), "memory")
         self._logger.log(step, residency_metrics(self._parts.policy.residency_reports()), "residency")
+        self._logger.log(step, {"refit/sent_bytes": self.engine.take_sent_bytes()}, "residency")
         self._logger.commit()
         self._progress.step_done(step, shown_figures(about_step, self._shown), seconds)
 

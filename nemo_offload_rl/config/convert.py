@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from nemo_offload_rl.backends.hf.model_folder import local_config
+from nemo_offload_rl.backends.hf.served_adapters import served_adapters
 from nemo_offload_rl.config.rules.model import beyond_positions
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.data_source import TaskKeys
-from nemo_offload_rl.keys.engine import EndpointSettings, VllmSettings
+from nemo_offload_rl.keys.engine import EndpointSettings, ServedAdapters, VllmSettings
 from nemo_offload_rl.keys.generation import VllmConfig
 from nemo_offload_rl.keys.master import (
     DistillationConfig,
@@ -28,7 +29,7 @@ from nemo_offload_rl.keys.master import (
 )
 from nemo_offload_rl.keys.run import ClusterConfig
 from nemo_offload_rl.keys.section import as_written, extend, from_mapping, keys_of
-from nemo_offload_rl.keys.worker import TeacherSettings, grpo_worker, supervised_worker, teacher_model
+from nemo_offload_rl.keys.worker import PolicySettings, TeacherSettings, grpo_worker, supervised_worker, teacher_model
 from nemo_offload_rl.utils.sockets import listening
 
 CPU_KV_CACHE_GIB = 1.0
@@ -53,19 +54,24 @@ def _with_cache(vllm: VllmConfig, cluster: ClusterConfig) -> VllmConfig:
 
 def to_grpo_config(cfg: GrpoMasterConfig, resolved: Mapping[str, Any]) -> GrpoConfig:
     """Make a run's configuration from checked keys, and the plain dictionaries that they come from."""
-    return _of_run(GrpoConfig, cfg, resolved, worker=grpo_worker(cfg.policy, cfg.grpo), engine=_engine(cfg))
+    return _of_run(GrpoConfig, cfg, resolved, worker=_worker(cfg), engine=_engine(cfg))
 
 
 def to_distillation_config(cfg: DistillationMasterConfig, resolved: Mapping[str, Any]) -> DistillationConfig:
     """Make the configuration of a distillation run; arguments as in `to_grpo_config`."""
-    worker = grpo_worker(cfg.policy, cfg.distillation)
+    worker = _worker(cfg)
     model, topk = teacher_model(worker, cfg.teacher), cfg.distillation.topk_logits_k
     teacher = TeacherSettings(model=model, topk=topk, streams_layers=cfg.teacher.stream_layers)
     return _of_run(DistillationConfig, cfg, resolved, worker=worker, teacher_worker=teacher, engine=_engine(cfg))
 
 
+def _worker(cfg: RolloutMasterConfig) -> PolicySettings:
+    sends_adapters = isinstance(served_adapters(cfg), ServedAdapters)
+    return grpo_worker(cfg.policy, cfg.algorithm[1], sends_adapters=sends_adapters)
+
+
 def _engine(cfg: RolloutMasterConfig) -> VllmSettings:
-    policy, (_, section) = cfg.policy, cfg.algorithm
+    policy, (_, section), served = cfg.policy, cfg.algorithm, served_adapters(cfg)
     return extend(
         VllmSettings,
         policy.generation.vllm_cfg,
@@ -75,6 +81,7 @@ def _engine(cfg: RolloutMasterConfig) -> VllmSettings:
         seed=section.seed,
         endpoint=_endpoint(cfg),
         kept_kv_bytes=int(section.kept_kv_gib * 2**30) or None,
+        adapters=served if isinstance(served, ServedAdapters) else None,
     )
 
 

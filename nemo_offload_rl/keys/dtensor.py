@@ -15,7 +15,11 @@ class DTensorLoraConfig:
     """`policy.dtensor_cfg.lora_cfg`: train low-rank adapters instead of the model's own weights."""
 
     enabled: Annotated[
-        bool, doc("Train adapters (LoRA) and freeze the model; refits and exports send merged weights.")
+        bool,
+        doc(
+            "Train adapters (LoRA) and freeze the model; exports have merged weights, refits these or adapters "
+            "(`policy.generation.enable_lora`)."
+        ),
     ] = False
     target_modules: Annotated[
         tuple[str, ...],

@@ -30,6 +30,19 @@ class EndpointSettings:
     serving_chat_kwargs: Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class ServedAdapters:
+    """Adapters that an engine applies.
+
+    Attributes:
+        max_rank: Rank of vLLM's buffers for them.
+        modules: Last names of the layers that may have one.
+    """
+
+    max_rank: int
+    modules: tuple[str, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class VllmSettings(VllmConfig):
     """One vLLM engine: `policy.generation.vllm_cfg`, and keys of other sections.
@@ -42,6 +55,8 @@ class VllmSettings(VllmConfig):
         endpoint: Settings of the HTTP server; None without `expose_http_server`.
         kept_kv_bytes: Most bytes of unfinished responses' KV blocks that each worker keeps on the host while the engine
             sleeps; None if the engine drops all of them.
+        adapters: The policy's adapters, if the engine applies them itself: refits bring nothing else, and the model's
+            own weights come from its folder. None if refits bring all weights.
     """
 
     model_name: str
@@ -50,6 +65,7 @@ class VllmSettings(VllmConfig):
     seed: int
     endpoint: EndpointSettings | None = None
     kept_kv_bytes: int | None = None
+    adapters: ServedAdapters | None = None
 
 
 @dataclass(frozen=True)

@@ -207,6 +207,14 @@ class GenerationConfig:
             "model, its placement or the sampling are rejected with the reason."
         ),
     ] = field(default_factory=dict[str, Any])
+    enable_lora: Annotated[
+        bool | None,
+        doc(
+            "With adapters (LoRA): the engine applies them itself, so it reads the model's weights once, from the "
+            "model's folder, and refits send the adapters alone. With false, refits send weights with the adapters "
+            "merged into them. null is true where the engine can (docs/guides/lora.md), else false."
+        ),
+    ] = None
     colocated: Annotated[ColocatedConfig, doc("Where the engines run.")]
 
     @property

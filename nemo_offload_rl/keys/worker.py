@@ -26,6 +26,7 @@ _NO_ROLLOUTS: Mapping[str, Any] = {
     "engine_kv_cache_gib": None,
     "engine_tensor_parallel_size": 1,
     "engine_kept_kv_gib": 0.0,
+    "sends_adapters": False,
     "colocated": False,
     "residency": "always",
     "residency_overrides": {},
@@ -76,6 +77,7 @@ class PolicySettings(RolloutKeys, TrainedPolicyConfig):
         engine_kv_cache_gib: Fixed size of the engine's KV cache, which that share does not limit; None if not fixed.
         engine_tensor_parallel_size: Devices that share one engine.
         engine_kept_kv_gib: Most GiB of KV blocks that the engine keeps on the host for this device while it sleeps.
+        sends_adapters: Refits send adapters alone, which the engine applies; otherwise all weights, merged.
         colocated: An engine shares this worker's device, and sleeps while the worker uses it.
         seed: Seed of the run.
     """
@@ -86,6 +88,7 @@ class PolicySettings(RolloutKeys, TrainedPolicyConfig):
     engine_kv_cache_gib: float | None
     engine_tensor_parallel_size: int
     engine_kept_kv_gib: float
+    sends_adapters: bool
     colocated: bool
     seed: int
 
@@ -129,8 +132,14 @@ class TeacherSettings:
     streams_layers: bool = False
 
 
-def grpo_worker(policy: PolicyConfig, section: RolloutSectionConfig) -> PolicySettings:
-    """Make the settings of a policy worker in a run with an engine; `section` is the algorithm's."""
+def grpo_worker(policy: PolicyConfig, section: RolloutSectionConfig, *, sends_adapters: bool = False) -> PolicySettings:
+    """Make the settings of a policy worker in a run with an engine.
+
+    Args:
+        policy: The section `policy`.
+        section: That of the algorithm.
+        sends_adapters: See `PolicySettings`.
+    """
     generation = policy.generation
     vllm = generation.vllm_cfg
     return extend(
@@ -142,6 +151,7 @@ def grpo_worker(policy: PolicyConfig, section: RolloutSectionConfig) -> PolicySe
         engine_kv_cache_gib=vllm.kv_cache_memory_gib,
         engine_tensor_parallel_size=vllm.tensor_parallel_size,
         engine_kept_kv_gib=section.kept_kv_gib,
+        sends_adapters=sends_adapters,
         colocated=generation.colocated.enabled and vllm.enable_sleep_mode,
         seed=section.seed,
     )

@@ -19,8 +19,10 @@ import yaml
 from nemo_offload_rl.backends.dtensor import torch_optim
 from nemo_offload_rl.backends.dtensor.activation_offload import host_bytes_at_most
 from nemo_offload_rl.backends.hf.model_folder import WEIGHT_PATTERNS, local_config, local_folder, local_model_config
+from nemo_offload_rl.backends.hf.served_adapters import adapters_of, served_adapters
 from nemo_offload_rl.errors import UserError
 from nemo_offload_rl.generation.vllm.fp8_loading import BLOCK, QUANTIZING_BYTES
+from nemo_offload_rl.keys.engine import ServedAdapters
 from nemo_offload_rl.keys.generation import VllmConfig
 from nemo_offload_rl.keys.grpo import RolloutSectionConfig
 from nemo_offload_rl.keys.master import (
@@ -252,7 +254,7 @@ class Account:
         """Settings of a policy worker."""
         policy, (_, section) = self.cfg.policy, self.cfg.algorithm
         if isinstance(policy, PolicyConfig) and isinstance(section, RolloutSectionConfig):
-            return grpo_worker(policy, section)
+            return grpo_worker(policy, section, sends_adapters=self._served_adapters is not None)
         return supervised_worker(policy, section.seed, rows_per_item=2 if isinstance(self.cfg, DpoMasterConfig) else 1)
 
     def _expected(self, settings: PolicySettings, groups: Mapping[str, int]) -> ExpectedBytes:
@@ -332,7 +334,18 @@ class Account:
         if not isinstance(cfg, RolloutMasterConfig) or not cfg.policy.generation.colocated.enabled:
             return 0
         vllm = cfg.policy.generation.vllm_cfg
-        return int((self.num_parameters or 0) * self.engine_parameter_bytes(vllm) / vllm.tensor_parallel_size)
+        num_bytes = (self.num_parameters or 0) * self.engine_parameter_bytes(vllm) / vllm.tensor_parallel_size
+        if (served := self._served_adapters) is not None and (trained := adapters_of(cfg.policy)) is not None:
+            # Each device counts whole: A is not divided.
+            elements = self._elements.in_adapters * served.max_rank // trained.dim
+            num_bytes += elements * COMPUTE_DTYPES[vllm.dtype].itemsize
+        return int(num_bytes)
+
+    @cached_property
+    def _served_adapters(self) -> ServedAdapters | None:
+        """Adapters that engines apply."""
+        found = served_adapters(self.cfg) if isinstance(self.cfg, RolloutMasterConfig) else None
+        return found if isinstance(found, ServedAdapters) else None
 
     def engine_parameter_bytes(self, vllm: VllmConfig) -> float:
         """Mean bytes of a parameter in an engine.
@@ -457,6 +470,8 @@ class Account:
         cfg = self.cfg
         if not isinstance(cfg, RolloutMasterConfig):
             return 0
+        if self._served_adapters is not None:
+            return min(2 * int(cfg.policy.refit_buffer_size_gib * _GIB), 4 * self._elements.in_adapters)
         itemsize = COMPUTE_DTYPES[cfg.policy.generation.vllm_cfg.dtype].itemsize
         # A tensor that is larger than a buffer travels in one of its own size.
         largest_bytes = itemsize * (self.shape.vocab_size or 0) * (self.shape.hidden_size or 0)

@@ -361,6 +361,8 @@ class _Step:
         cfg = self._cfg
         if not isinstance(cfg, RolloutMasterConfig):
             return 0.0
+        if self._account.settings.sends_adapters:
+            return _REFIT_S
         weights = _BF16_BYTES * self._sizes.num_parameters / cfg.policy.generation.vllm_cfg.tensor_parallel_size
         rate = _GATHER_BYTES_PER_S if cfg.cluster.world_size > 1 else _REFIT_BYTES_PER_S
         return _REFIT_S + weights / rate

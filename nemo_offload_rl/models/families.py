@@ -76,6 +76,7 @@ class ModelFamily:
             of latent states with another epsilon than the model's.
         state_mixer: End of the class names of transformers' modules that carry a state along a row (linear attention,
             Mamba, short convolutions); None without.
+        serves_adapters: Whether vLLM 0.25.1 applies adapters to all linear layers of a dense model of the family.
         refused: By backend, the settings that it refuses.
     """
 
@@ -102,6 +103,7 @@ class ModelFamily:
     is_served: bool = True
     mends_latent_attention: bool = False
     state_mixer: str | None = None
+    serves_adapters: bool = True
     refused: Mapping[str, tuple[Refusal, ...]] = field(default_factory=dict)
 
 
@@ -251,8 +253,8 @@ FAMILIES: Mapping[str, ModelFamily] = {
             logits_softcap="final_logit_softcapping",
             refused={DTENSOR: (Refusal("attn_logit_softcapping", (None,), _NOT_IN_ENGINE),)},
         ),
-        ModelFamily("glm", "GLM-4-9B, GLM-Edge", (DTENSOR,), rotates_part=True),
-        ModelFamily("glm4", "GLM-4-0414", (DTENSOR,), rotates_part=True),
+        ModelFamily("glm", "GLM-4-9B, GLM-Edge", (DTENSOR,), rotates_part=True, serves_adapters=False),
+        ModelFamily("glm4", "GLM-4-0414", (DTENSOR,), rotates_part=True, serves_adapters=False),
         ModelFamily(
             "glm4_moe",
             "GLM-4.5",
@@ -395,7 +397,14 @@ FAMILIES: Mapping[str, ModelFamily] = {
             refused={DTENSOR: _QWEN3_5},
         ),
         ModelFamily("seed_oss", "Seed-OSS", (DTENSOR,)),
-        ModelFamily("smollm3", "SmolLM3", (DTENSOR,), has_window=windows.by_layer, activations=()),
+        ModelFamily(
+            "smollm3",
+            "SmolLM3",
+            (DTENSOR,),
+            has_window=windows.by_layer,
+            activations=(),
+            serves_adapters=False,
+        ),
         ModelFamily("solar_open", "Solar Open", (DTENSOR,), has_expert_bias=True, is_served=False),
         ModelFamily(
             "stablelm",
@@ -403,13 +412,21 @@ FAMILIES: Mapping[str, ModelFamily] = {
             (DTENSOR,),
             rotates_part=True,
             tells_attention_bounds=False,
+            serves_adapters=False,
             refused={
                 DTENSOR: tuple(
                     Refusal(key, (None, False), _NOT_IN_ENGINE) for key in ("qk_layernorm", "use_parallel_residual")
                 )
             },
         ),
-        ModelFamily("starcoder2", "StarCoder 2", (DTENSOR,), has_window=windows.everywhere, activations=()),
+        ModelFamily(
+            "starcoder2",
+            "StarCoder 2",
+            (DTENSOR,),
+            has_window=windows.everywhere,
+            activations=(),
+            serves_adapters=False,
+        ),
     )
 }
 """By model type."""

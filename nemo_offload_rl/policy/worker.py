@@ -33,7 +33,7 @@ from nemo_offload_rl.policy.process import closing, record_memory_history, use_d
 from nemo_offload_rl.policy.residency_setup import begin_host_memory, build_manager, limit_gpu_memory
 from nemo_offload_rl.policy.skipped_updates import SkippedUpdates, parameters_not_finite, warn_of_skipped
 from nemo_offload_rl.policy.teacher import Teacher
-from nemo_offload_rl.protocols.backend import ExpectedBytes, ProcessInfo, StepResult
+from nemo_offload_rl.protocols.backend import ExpectedBytes, ProcessInfo, StepResult, WeightSpec
 from nemo_offload_rl.protocols.loss import LossFn, TrainResult
 from nemo_offload_rl.protocols.refit import RefitGroupAddress, WeightBucket
 from nemo_offload_rl.residency import (
@@ -364,7 +364,7 @@ class PolicyWorker:
         self.residency.wait_parameters()
         if self._sender is None:
             self._sender = self._new_sender()
-        self._sender.start(self._backend.named_weights())
+        self._sender.start(self._refit_weights())
 
     def join_refit_group(self, address: RefitGroupAddress) -> None:
         """Send refits over NCCL from now on: rank 0 joins the engines' communicator and sends for all ranks."""
@@ -374,12 +374,19 @@ class PolicyWorker:
 
     def _new_sender(self) -> BucketSender:
         """Make this rank's sender: every rank sends on its own GPU, but only rank 0 to other devices and on CPU."""
-        specs, buffer_bytes = self._backend.weight_specs(), int(self._settings.refit_buffer_size_gib * 2**30)
+        if self._settings.sends_adapters:
+            specs = [WeightSpec(name, tuple(it.shape), it.dtype) for name, it in self._refit_weights()]
+        else:
+            specs = self._backend.weight_specs()
+        buffer_bytes = int(self._settings.refit_buffer_size_gib * 2**30)
         if self._refit_group is not None:
             return NcclSender(specs, buffer_bytes, self._refit_group)
         if self._backend.device.type == "cuda" and not self._sends_to_other_devices:
             return CudaIpcSender(specs, buffer_bytes, self._backend.device)
         return (SharedMemorySender if self._backend.rank_info.rank == 0 else DiscardingSender)(specs, buffer_bytes)
+
+    def _refit_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self._backend.named_adapters() if self._settings.sends_adapters else self._backend.named_weights()
 
     def next_bucket(self, starts_copies: bool = True) -> WeightBucket | None:
         """Return the next bucket of the refit, None after the last; with `starts_copies`, start more copies out."""
@@ -400,7 +407,7 @@ class PolicyWorker:
             self._sender = None
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield full tensors under their Hugging Face names, as a refit sends them."""
+        """Yield full tensors under their Hugging Face names, adapters merged into them."""
         self.residency.wait_parameters()
         return self._backend.named_weights()
 

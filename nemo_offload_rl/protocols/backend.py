@@ -266,6 +266,14 @@ class PolicyBackend(Protocol):
         """
         ...
 
+    def named_adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the adapters that are trained, in float32; a collective over all ranks.
+
+        `LAYER.lora_A.weight` is [rank, in], and `LAYER.lora_B.weight`, times alpha / dim, [out, rank]. LAYER is the
+        layer's name in the family's checkpoints.
+        """
+        ...
+
     def stage_save(self, folder: Path, reader: StateReader) -> StagedSave:
         """Begin to save model, optimizer, scheduler and RNG; every rank calls it.
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from nemo_offload_rl.backends.hf.served_adapters import served_adapters, the_engine_can_apply_adapters
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.keys.engine import ServedAdapters
 from nemo_offload_rl.keys.master import GrpoConfig, RolloutConfig, RunConfig
 from nemo_offload_rl.memory.account import Account
 from nemo_offload_rl.memory.gpus import Gpu, gpu_here
@@ -63,6 +66,24 @@ def chosen_kv_line(config: RolloutConfig) -> str | None:
         return None
     kept = "copied to the host and back" if config.engine.kept_kv_bytes else "computed again"
     return f"grpo.async_grpo.paused_kv=auto: KV caches of unfinished responses are {kept} while the policy trains"
+
+
+def with_adapters(config: RolloutConfig) -> RolloutConfig:
+    """Decide again whether the engine applies adapters: a hub's config.json was unknown before the download."""
+    served = served_adapters(config)
+    if isinstance(served, str) and config.policy.generation.enable_lora:
+        raise ConfigError(the_engine_can_apply_adapters(config) or served)
+    adapters = served if isinstance(served, ServedAdapters) else None
+    worker = replace(config.worker, sends_adapters=adapters is not None)
+    return replace(config, worker=worker, engine=replace(config.engine, adapters=adapters))
+
+
+def adapters_line(config: RolloutConfig) -> str | None:
+    """Return how adapters reach the engine, in words; None if none are trained."""
+    served = served_adapters(config)
+    if isinstance(served, ServedAdapters):
+        return "the engine applies the policy's adapters itself: refits send the adapters alone"
+    return None if served is None else f"refits send weights with the adapters merged into them, since {served}"
 
 
 def _chooses_kv(config: RolloutConfig) -> bool:

@@ -18,6 +18,7 @@ from nemo_offload_rl.algorithms.rollout_parts import EndpointParts, RolloutParts
 from nemo_offload_rl.algorithms.user_code import GrpoCode
 from nemo_offload_rl.backends.factory import check_model
 from nemo_offload_rl.backends.hf.model_folder import model_vocab_size
+from nemo_offload_rl.backends.hf.served_adapters import adapters_of
 from nemo_offload_rl.data.datasets import load_prompts
 from nemo_offload_rl.data.encoding import TurnEncoder
 from nemo_offload_rl.data.given import Rows, with_given_rows
@@ -27,11 +28,10 @@ from nemo_offload_rl.data.tokenizer import check_token_ids, load_tokenizer
 from nemo_offload_rl.experience.rollouts import Decode, Turns
 from nemo_offload_rl.keys.grpo import needs_prev_logprobs
 from nemo_offload_rl.keys.master import GrpoConfig, RolloutConfig
-from nemo_offload_rl.keys.megatron import MegatronConfig
 from nemo_offload_rl.keys.worker import TeacherSettings
 from nemo_offload_rl.runs.checks import begin, check_data_sets, check_profile_steps
 from nemo_offload_rl.runs.environments import load_code, open_environments
-from nemo_offload_rl.runs.planned import chosen_kv_line, planned_metrics, with_chosen_kv
+from nemo_offload_rl.runs.planned import adapters_line, chosen_kv_line, planned_metrics, with_adapters, with_chosen_kv
 from nemo_offload_rl.runs.result import RunResult, data_line, result_of, show_beginning
 from nemo_offload_rl.runs.workers import GrpoWorkers, grpo_workers, num_engine_devices
 from nemo_offload_rl.utils.flops import read_model_speed
@@ -106,14 +106,14 @@ def run_grpo(
 
 def has_needless_logprobs(config: GrpoConfig) -> bool:
     """Tell whether `loss_fn.force_on_policy_ratio` would save a pass of each step and change only rounding."""
-    grpo, loss, policy, backend = config.grpo, config.loss_fn, config.policy, config.policy.backend
-    adapters = backend.peft if isinstance(backend, MegatronConfig) else policy.dtensor_cfg.lora_cfg
+    grpo, loss, policy = config.grpo, config.loss_fn, config.policy
+    adapters = adapters_of(policy)
     return (
         policy.train_global_batch_size == grpo.num_prompts_per_step * grpo.num_generations_per_prompt
         and not (loss.force_on_policy_ratio or loss.use_cispo or loss.disable_ppo_ratio)
         and loss.target is None
         # Dropout makes the logprobs of the training pass differ.
-        and not (policy.dropout or (adapters.enabled and adapters.dropout))
+        and not (policy.dropout or (adapters is not None and adapters.dropout))
         and not needs_prev_logprobs(grpo, replace(loss, force_on_policy_ratio=True))
     )
 
@@ -149,7 +149,7 @@ def open_run(
     given = given or GivenObjects()
     code = load_code(config.env, given.environments, has_endpoint=config.engine.endpoint is not None)
     check_model(config.worker)
-    config = with_chosen_kv(config)
+    config = with_adapters(with_chosen_kv(config))
     name, section = config.algorithm
     tokenizer = load_tokenizer(config.policy.tokenizer)
     data = with_given_rows(config.data, given.train_data, given.validation_data)
@@ -194,6 +194,8 @@ def open_run(
         memory = stack.enter_context(MemorySampler(workers.owners(), memory_file, period_s))
         if chosen := chosen_kv_line(config):
             progress.note(chosen)
+        if adapters := adapters_line(config):
+            progress.note(adapters)
         progress.note(f"residency plan of each policy worker:\n{workers.policy.residency_plan()}")
         parts = RolloutParts(
             policy=workers.policy,

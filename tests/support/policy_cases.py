@@ -201,6 +201,7 @@ def _plain_settings(model_name: Path | str, tensor_parallel_size: int) -> Policy
         engine_kv_cache_gib=None,
         engine_tensor_parallel_size=1,
         engine_kept_kv_gib=0.0,
+        sends_adapters=False,
         use_pinned_optimizer_offload=True,
         offload_optimizer_states_for_logprob=False,
         colocated=True,

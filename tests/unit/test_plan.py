@@ -33,7 +33,7 @@ from nemo_offload_rl.plan import (
 )
 from nemo_offload_rl.residency import Phase
 from nemo_offload_rl.runs.loading import load_grpo_config
-from nemo_offload_rl.runs.planned import chosen_kv_line, planned_metrics, with_chosen_kv
+from nemo_offload_rl.runs.planned import adapters_line, chosen_kv_line, planned_metrics, with_adapters, with_chosen_kv
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -296,6 +296,26 @@ def test_a_cache_is_kept_on_the_host_where_copies_take_less_time_than_computing_
     # Both count in the host's memory, since only the run chooses.
     plan, _ = plan_run(ROOT / "examples/configs/grpo_math_1B.yaml", overrides, Target(KNOWN["H200"]))
     assert plan.account.need.parts()["the engine's kept KV blocks"] == 4 * GIB
+
+
+def test_an_engine_that_applies_adapters_sleeps_on_the_host_and_refits_need_no_frozen_model(tmp_path):
+    overrides = [write_config(tmp_path, "Qwen3-8B"), "policy.dtensor_cfg.lora_cfg.enabled=true"]
+    overrides += ["policy.dtensor_cfg.lora_cfg.dim=16"]
+    plans = {}
+    for is_served in (False, True):
+        more = [f"policy.generation.enable_lora={str(is_served).lower()}"]
+        plan, _ = plan_run(ROOT / "examples/configs/grpo_math_1B.yaml", overrides + more, Target(KNOWN["H200"]))
+        plans[is_served] = plan.account
+        config = load_grpo_config(str(ROOT / "examples/configs/grpo_math_1B.yaml"), overrides + more)
+        assert config.worker.sends_adapters is is_served is (config.engine.adapters is not None)
+        assert ("adapters alone" if is_served else "enable_lora is false") in adapters_line(with_adapters(config))
+    merges, serves = plans[False], plans[True]
+    buffers_bytes = serves.engine_weight_bytes - merges.engine_weight_bytes
+    assert buffers_bytes == 2 * serves._elements.in_adapters > 0  # of bfloat16
+    assert serves.need.parts()["the sleeping engine's weights"] == serves.engine_weight_bytes
+    assert "the sleeping engine's weights" not in merges.need.parts()
+    in_refit = [next(use for use in one.phases if use.phase is Phase.REFIT) for one in (merges, serves)]
+    assert in_refit[0].state_bytes > 4 * serves.num_parameters > 50 * in_refit[1].state_bytes
 
 
 def test_a_micro_batch_that_does_not_fit_is_refused_with_the_keys_that_make_it_smaller(tmp_path):

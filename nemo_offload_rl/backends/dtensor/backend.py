@@ -345,6 +345,11 @@ class DTensorBackend:
         for name, weight in chain(weights, self._built.weight_buffers()):
             yield self._hub_names.of(name), weight
 
+    def named_adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """See `PolicyBackend`."""
+        assert self._lora is not None, "no adapters are trained"
+        return self._lora.adapters().scaled()
+
     def _own_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full parameters; with `cpu_offload`, bring each part to the device while it is read."""
         dtype = self._compute_dtype

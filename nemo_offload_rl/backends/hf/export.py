@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,6 +107,12 @@ class Adapters:
     dim: int
     alpha: int
     dropout: float
+
+    def scaled(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights in float32, each B times alpha / dim, as refits send them; a collective."""
+        for name, weight in self.weights:
+            is_second = name.endswith(".lora_B.weight")
+            yield name, weight.float() * (self.alpha / self.dim) if is_second else weight.float()
 
 
 def export_hf_folder(

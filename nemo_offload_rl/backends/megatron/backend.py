@@ -291,6 +291,10 @@ class MegatronBackend:
         num_experts = self._model.config.num_moe_experts or 0
         yield from expert_weights.exported(chunks, self._conversions, num_experts, export)
 
+    def named_adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """See `PolicyBackend`."""
+        return exported_adapters(self._model.bridge, list(self._chunks), self._cfg.peft).scaled()
+
     def stage_save(self, folder: Path, reader: StateReader) -> StagedSave:
         """Begin to save the model, optimizer, scheduler and random states."""
         return dcp.stage_save(folder, self._training_state(), reader)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_offload_rl.backends.hf.model_folder import local_model_config
+from nemo_offload_rl.backends.hf.served_adapters import the_engine_can_apply_adapters
 from nemo_offload_rl.generation.vllm.fp8_loading import BLOCK
 from nemo_offload_rl.keys.master import RolloutMasterConfig, Rule, RunConfig
 from nemo_offload_rl.models.families import dropout_rates
@@ -126,4 +127,5 @@ ROLLOUT_RULES: tuple[Rule[RolloutMasterConfig], ...] = (
     the_engine_serves_the_model,
     eight_bit_layers_have_whole_blocks,
     rows_fit_the_model_s_positions,
+    the_engine_can_apply_adapters,
 )

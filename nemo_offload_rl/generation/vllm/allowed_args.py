@@ -39,7 +39,7 @@ _REFUSED: Mapping[str, str] = {
     "other kernels reformat weights once after loading, and refits bring them as they are": """
         kernel_config moe_backend
     """,
-    "refits send weights with the policy's adapters merged into them": """
+    "policy.generation.enable_lora decides whether the engine applies the policy's adapters": """
         default_mm_loras enable_lora enable_mixed_moe_lora_format enable_tower_connector_lora
         fully_sharded_loras lora_dtype lora_target_modules max_cpu_loras max_lora_rank max_loras
         specialize_active_lora

@@ -237,7 +237,7 @@ class AsyncVllmEngine(VllmEngineBase):
     def _serve(self) -> HttpServer:
         from nemo_offload_rl.generation.vllm.http_server import HttpServer
 
-        server = HttpServer(self._engine, self._settings, self._served, self._answers)
+        server = HttpServer(self._engine, self._settings, self._served, self._answers, self._adapters)
         self._wait(server.start())
         return server
 
@@ -297,7 +297,7 @@ class AsyncVllmEngine(VllmEngineBase):
         tokens = TokensPrompt(prompt_token_ids=list(prompt), cache_salt=cache_salt(version))
         request, last = f"request-{next(self._request_ids)}", None
         try:
-            async for output in self._engine.generate(tokens, params, request):
+            async for output in self._engine.generate(tokens, params, request, lora_request=self._adapters):
                 last = output
         finally:
             if last is None:  # cancelled

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from nemo_offload_rl.errors import ConfigError, DeviceMemoryError, WorkerDiedError, first_line
+from nemo_offload_rl.generation.vllm.adapter_loading import adapter_request
 from nemo_offload_rl.generation.vllm.requests import check_prompts
 from nemo_offload_rl.generation.vllm.worker_extension import bucket_to_wire
 from nemo_offload_rl.keys.engine import VllmSettings
@@ -42,7 +43,9 @@ class VllmEngineBase(ABC):
             import nemo_offload_rl.generation.vllm.fp8_config  # noqa: F401  vLLM knows the method from now on
         self._settings = settings
         self._can_sleep = can_sleep
-        self._weights_valid = weights_valid
+        # Of the model alone, until a refit brings the adapters.
+        self._weights_valid = weights_valid and settings.adapters is None
+        self._adapters = None if settings.adapters is None else adapter_request()
         self._awake = set(ALL_TAGS)
         self._process_names: dict[int, str] = {}
         self._records_logprobs = False
@@ -152,7 +155,7 @@ class VllmEngineBase(ABC):
         # vLLM cannot put half an engine to sleep: it would unmap the sleeping half a second time.
         self._wake(ALL_TAGS)
         if self._can_sleep:
-            self._sleep(2 if discard_weights else 1)
+            self._sleep(2 if discard_weights and self._adapters is None else 1)  # refits bring only adapters
         if discard_weights:
             self._weights_valid = False
         self._awake.clear()

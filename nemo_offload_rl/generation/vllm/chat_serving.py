@@ -134,14 +134,18 @@ class RecordedChat(OpenAIServingChat):
         turns: Turns messages after a response into tokens.
         adds_bos: Prompts begin with the BOS token.
         answers: Completions of the engine's requests.
+        adapters: vLLM's request for the policy's adapters; None without.
         arguments: Arguments of `OpenAIServingChat`.
     """
 
-    def __init__(self, *, turns: TurnEncoder, adds_bos: bool, answers: Answers, **arguments: Any) -> None:
+    def __init__(
+        self, *, turns: TurnEncoder, adds_bos: bool, answers: Answers, adapters: Any, **arguments: Any
+    ) -> None:
         super().__init__(**arguments)
         self._answers = answers
         self._turns = turns
         self._adds_bos = adds_bos
+        self._adapters = adapters
         # Ignore the model folder's defaults.
         self.default_sampling_params = {}
 
@@ -165,6 +169,10 @@ class RecordedChat(OpenAIServingChat):
                 status_code=HTTPStatus.BAD_REQUEST,
             )
         return messages, [{"type": "token", "prompt_token_ids": token_ids, "cache_salt": request.cache_salt}]
+
+    def _maybe_get_adapters(self, request: Any, supports_default_mm_loras: bool = False) -> Any:
+        """Return the policy's adapters for every request."""
+        return self._adapters or super()._maybe_get_adapters(request, supports_default_mm_loras)
 
     @staticmethod
     def _base_request_id(raw_request: Any, default: str | None = None) -> str:

@@ -94,7 +94,8 @@ class VllmEngine(VllmEngineBase):
         """Add a request and return its name."""
         from vllm import TokensPrompt
 
-        (name,) = self._engine.enqueue([TokensPrompt(prompt_token_ids=list(prompt))], [params], use_tqdm=False)
+        tokens = TokensPrompt(prompt_token_ids=list(prompt))
+        (name,) = self._engine.enqueue([tokens], [params], self._adapters, use_tqdm=False)
         return name.partition("-")[0]  # vLLM adds random characters, which its outputs do not have
 
     def _step(self) -> Iterator[RequestOutput]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.generation.vllm.adapter_loading import lora_args
 from nemo_offload_rl.generation.vllm.fp8_loading import METHOD, quantization
 from nemo_offload_rl.keys.engine import VllmSettings
 from nemo_offload_rl.models.rope import for_engine, query_scaling_for_engine
@@ -110,6 +111,8 @@ def engine_args(settings: VllmSettings, device_type: str) -> dict[str, Any]:
 
         arguments["scheduler_cls"] = f"{_PACKAGE}.keeping_scheduler.keeping_scheduler"
         arguments["additional_config"] = KeptKvSettings(settings.kept_kv_bytes)
+    if settings.adapters is not None:
+        arguments |= lora_args(settings.adapters)
     if settings.kv_cache_memory_gib is not None:
         arguments["kv_cache_memory_bytes"] = int(settings.kv_cache_memory_gib * 2**30)
     if device_type == "cpu":
@@ -152,7 +155,7 @@ def _model_config(settings: VllmSettings) -> dict[str, Any]:
 
     Refits quantize such weights, or vLLM does as it loads files.
     """
-    weights_come = settings.vllm_kwargs.get("load_format", "dummy") == "dummy"
+    weights_come = settings.adapters is None and settings.vllm_kwargs.get("load_format", "dummy") == "dummy"
     reads = partial(
         as_the_policy_reads_it,
         overrides=dict(settings.hf_config_overrides),

@@ -95,13 +95,16 @@ class HttpServer:
         settings: The engine's settings, with an `endpoint`.
         served: Version of the engine's weights.
         answers: Completions of the engine's requests.
+        adapters: vLLM's request for the policy's adapters, if the engine applies them.
 
     Raises:
         ConfigError: The address cannot be used.
         DataError: There is no tokenizer, or it has no chat template.
     """
 
-    def __init__(self, llm: AsyncLLM, settings: VllmSettings, served: ServedWeights, answers: Answers) -> None:
+    def __init__(
+        self, llm: AsyncLLM, settings: VllmSettings, served: ServedWeights, answers: Answers, adapters: Any = None
+    ) -> None:
         endpoint = settings.endpoint
         assert endpoint is not None
         self._listening = endpoint.listening
@@ -128,6 +131,7 @@ class HttpServer:
                 turns=TurnEncoder(tokenizer, kwargs),
                 adds_bos=endpoint.add_bos,
                 answers=answers,
+                adapters=adapters,
                 engine_client=llm,
                 models=self._models,
                 response_role="assistant",

@@ -28,7 +28,7 @@ from nemo_offload_rl.weight_sync.shared_memory import SharedMemoryReceiver
 type _TensorKind = tuple[str, tuple[int, ...], torch.dtype]
 """Name, shape and type, which decide where vLLM loads a tensor."""
 
-type _Receiver = SharedMemoryReceiver | CudaIpcReceiver | NcclReceiver
+type Receiver = SharedMemoryReceiver | CudaIpcReceiver | NcclReceiver
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class RefitSession:
         if seen.is_new_for(model):
             _refuse_derived_weights(model)
         self._received: dict[str, _TensorKind] = {}
-        self._receiver: _Receiver | None = None
+        self._receiver: Receiver | None = None
 
     def load(self, bucket: WeightBucket) -> None:
         """Copy the bucket into the model; its buffer may be overwritten afterwards.
@@ -134,7 +134,7 @@ class RefitSession:
 
     def _tensors(self, bucket: WeightBucket) -> list[tuple[str, Tensor]]:
         if self._receiver is None:
-            self._receiver = self._new_receiver(bucket.transport)
+            self._receiver = receiver_of(bucket.transport, self._group)
         return list(self._receiver.tensors(bucket))
 
     def _observed(
@@ -151,12 +151,12 @@ class RefitSession:
                 spans, num_read = recorder.take()
                 self._seen.loads[self._received[name]] = _Load(spans, min(num_read, tensor.numel()))
 
-    def _new_receiver(self, transport: str) -> _Receiver:
-        if transport == CudaIpcSender.transport:
-            return CudaIpcReceiver()
-        if self._group is not None:
-            return NcclReceiver(self._group)
-        return SharedMemoryReceiver()
+
+def receiver_of(transport: str, group: NcclGroup | None) -> Receiver:
+    """Make the receiver of a transport's buckets; `group` brings them between devices."""
+    if transport == CudaIpcSender.transport:
+        return CudaIpcReceiver()
+    return SharedMemoryReceiver() if group is None else NcclReceiver(group)
 
 
 def _kind(piece: TensorSlice) -> _TensorKind:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from nemo_offload_rl.generation.vllm.adapter_loading import AdapterSession
 from nemo_offload_rl.generation.vllm.device_memory import wait_for_room
 from nemo_offload_rl.generation.vllm.engine_args import register_models
 from nemo_offload_rl.generation.vllm.kept_kv import KeptKv
@@ -60,7 +61,7 @@ class WorkerExtension:
     model_runner: Any
     rank: int
     device: torch.device
-    _refit_session: RefitSession | None = None
+    _refit_session: RefitSession | AdapterSession | None = None
     _refit_loads: SeenLoads | None = None
     _refit_group: NcclGroup | None = None
     _recorder: LogprobRecorder | None = None
@@ -96,14 +97,19 @@ class WorkerExtension:
         try:
             if bucket.index == 0 or self._refit_session is None:
                 self.refit_abort()
-                self._refit_loads = self._refit_loads or SeenLoads()
-                self._refit_session = RefitSession(self.model_runner.model, self._refit_loads, self._refit_group)
+                self._refit_session = self._new_session()
             with named_range("refit bucket"):
                 self._refit_session.load(bucket)
         except RefitError as error:
             self.refit_abort()
             return str(error)
         return None
+
+    def _new_session(self) -> RefitSession | AdapterSession:
+        if self.model_runner.lora_config is not None:
+            return AdapterSession(self.model_runner, self._refit_group)
+        self._refit_loads = self._refit_loads or SeenLoads()
+        return RefitSession(self.model_runner.model, self._refit_loads, self._refit_group)
 
     def refit_finish(self, version: int) -> str | dict[str, tuple[int, int]]:
         """End the refit; return an error message, or the tensors read in part (`RefitSession.finish`).

@@ -98,6 +98,7 @@ class ResidencySettings:
         streams_parameters: Parts of the parameters and gradients that have an optimizer's part stream too; passes bring
             them one after the other.
         optimizer_cpu_offload: The optimizer lives and updates on the host; no phase moves it.
+        refits_read_base: Refits send the model's own weights, not adapters alone.
         resident_groups: Groups that stay on the device for refit and generation, since the engine leaves room.
         rows: Rows of the run's groups. BASE and those of a teacher are in the plan only if they are in this set.
     """
@@ -108,6 +109,7 @@ class ResidencySettings:
     offload_optimizer_states: bool = False
     streams_parameters: bool = False
     optimizer_cpu_offload: bool = False
+    refits_read_base: bool = True
     resident_groups: frozenset[str] = frozenset()
     rows: frozenset[str] = frozenset()
 
@@ -209,7 +211,7 @@ def resolve_plan(settings: ResidencySettings) -> ResidencyPlan:
         REFERENCE: (host,) * len(Phase),  # a snapshot: swapped into the parameters inside the reference context
     }
     optional = {
-        BASE: (device, device, device, in_refit, away(BASE), same),
+        BASE: (device, device, device, in_refit if settings.refits_read_base else away(BASE), away(BASE), same),
         TEACHER: (host, host, host, host, host, device),
         TEACHER_LAYER: (host,) * len(Phase),  # inside its pass they come and go one by one
         TEACHER_HEAD: (device, same, host, host, host, same),

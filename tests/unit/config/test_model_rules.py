@@ -24,6 +24,7 @@ from nemo_offload_rl.backends.dtensor.rules import (
 )
 from nemo_offload_rl.backends.dtensor.supported import STYLES, declared_plan, sequence_problem
 from nemo_offload_rl.backends.factory import check_model
+from nemo_offload_rl.backends.hf.served_adapters import served_adapters, the_engine_can_apply_adapters
 from nemo_offload_rl.config.rules.model import (
     RULES,
     eight_bit_layers_have_whole_blocks,
@@ -32,6 +33,7 @@ from nemo_offload_rl.config.rules.model import (
 )
 from nemo_offload_rl.config.validate import validate_keys
 from nemo_offload_rl.errors import ConfigError, UserError
+from nemo_offload_rl.keys.engine import ServedAdapters
 from nemo_offload_rl.keys.master import GrpoMasterConfig
 from nemo_offload_rl.models.families import DTENSOR, FAMILIES, MEGATRON
 from nemo_offload_rl.runs.loading import load_grpo_config
@@ -455,3 +457,47 @@ def test_weights_of_another_shape_than_the_config_s_are_told_before_ray(tmp_path
     told = rf"layers\.0\.mlp\.down_proj\.weight: \({width}, {rows}\) instead of \({width}, {2 * rows}\) \(/.*tensors\);"
     with pytest.raises(UserError, match=told):
         check_model(make_settings(tmp_path, backend=backend))
+
+
+LORA = "policy.dtensor_cfg.lora_cfg"
+ENGINE = "policy.generation.vllm_cfg"
+ALL = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
+MEGATRON_LORA = ["policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true"]
+MEGATRON_LORA += ["policy.megatron_cfg.peft.enabled=true", "policy.megatron_cfg.peft.dim=200"]
+TWO_LAYERS = [f"{LORA}.match_all_linear=false", f"{LORA}.target_modules=[q_proj,self_attn.v_proj]"]
+WITH_OUTPUT = [f"{LORA}.match_all_linear=false", f"{LORA}.target_modules=['*']"]
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides", "expected"),
+    [
+        ({}, [f"{LORA}.enabled=false"], None),
+        ({}, [], ServedAdapters(8, ALL)),
+        ({}, [f"{LORA}.dim=17", *TWO_LAYERS], ServedAdapters(32, ("q_proj", "v_proj"))),
+        ({}, [*MEGATRON_LORA, "policy.megatron_cfg.peft.exclude_modules=[linear_qkv]"], ServedAdapters(256, ALL[4:])),
+        ({}, ["policy.generation.enable_lora=false"], "enable_lora is false"),
+        ({}, [f"{LORA}.dim=513"], "rank 512 at most, and theirs is 513"),
+        ({}, [f"{ENGINE}.precision=fp8"], "8 bits"),
+        ({}, WITH_OUTPUT, "the output layer has an adapter"),
+        ({}, [*WITH_OUTPUT, f"{LORA}.exclude_modules=[lm_head]"], ServedAdapters(8, ALL)),
+        ({"model_type": "qwen3_moe", "num_experts": 4}, [], "mixture of experts"),
+        ({"model_type": "glm4"}, [], "no adapters for model_type glm4"),
+        ({"quantization_config": {"quant_method": "fp8"}}, [], "the model's folder are quantized"),
+    ],
+)
+def test_the_engine_applies_adapters_where_it_can_and_says_why_elsewhere(
+    tmp_path: Path, model: dict[str, Any], overrides: list[str], expected: ServedAdapters | str | None
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | model))
+    all_overrides = [f"policy.model_name={tmp_path}", f"{LORA}.enabled=true", f"{LORA}.dim=8", *overrides]
+    if "policy.megatron_cfg.enabled=true" in overrides:
+        all_overrides = [it for it in all_overrides if not it.startswith(LORA)]
+    cfg = validate_keys(load_config(CPU, all_overrides), GrpoMasterConfig)
+    found = served_adapters(cfg)
+    assert expected in found if isinstance(expected, str) and isinstance(found, str) else found == expected
+    wanted = validate_keys(load_config(CPU, ["policy.generation.enable_lora=true", *all_overrides]), GrpoMasterConfig)
+    problem = the_engine_can_apply_adapters(wanted)
+    if isinstance(expected, ServedAdapters) or "policy.generation.enable_lora=false" in overrides:
+        assert problem is None
+    else:
+        assert (expected or "no adapters are trained") in (problem or "")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import openai
 import psutil
@@ -21,6 +22,7 @@ from closeness import assert_close, relative_difference
 from echo_workers import cpu_cluster
 from engine_process import TOKEN, EngineProcess, endpoint_settings, engine_process, engine_settings, send_weights
 from forked import Script
+from lora_cases import SERVED, merged, random_adapters
 from model_families import checkpoint_tensors, make_family, save_family_folder
 from ray_workers import RefitPolicy
 
@@ -182,17 +184,48 @@ def test_a_response_under_way_goes_on_with_new_weights_and_what_is_asked_meanwhi
         check_kept_within_limit(engine)
 
 
-def check_weights_in_flight(engine: EngineProcess, recomputes: bool, *, sleeps: bool = False) -> None:
+@torch.no_grad()
+def test_adapters_change_in_the_middle_of_a_response_and_agents_are_answered_with_them(tmp_path: Path) -> None:
+    model = save_family_folder(tmp_path, "qwen3")
+    endpoint = endpoint_settings(tmp_path)
+    with engine_process() as engine:
+        engine.start(engine_settings(tmp_path, async_engine=True, adapters=SERVED, endpoint=endpoint))
+        for recomputes in (True, False):
+            check_weights_in_flight(engine, recomputes, adapted=model)
+        with openai.OpenAI(base_url=f"{engine.call('endpoint_url')}/v1", api_key=TOKEN) as client:
+            answer = client.chat.completions.create(
+                model=client.models.list().data[0].id,
+                messages=[{"role": "user", "content": "Hello"}],
+                max_tokens=8,
+                temperature=0,
+                extra_body={"return_token_ids": True},
+            )
+        (choice,) = answer.choices
+        prompt, response = list(answer.prompt_token_ids), list(choice.token_ids)
+        logits = merged(model, random_adapters(model, 2))(torch.tensor([prompt + response])).logits
+        assert response == logits[0, len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+def check_weights_in_flight(
+    engine: EngineProcess, recomputes: bool, *, sleeps: bool = False, adapted: Any | None = None
+) -> None:
     """With the KV cache that the old weights computed, or with one that the new ones compute again.
 
-    If the engine sleeps meanwhile, the old one is put away on the host.
+    If the engine sleeps meanwhile, the old one is put away on the host. With a model that is `adapted`, only its
+    adapters change.
     """
-    old, new = make_family("qwen3", 1), make_family("qwen3", 2)
+    if adapted is None:
+        models = [make_family("qwen3", seed) for seed in (1, 2)]
+        weights = [checkpoint_tensors(model) for model in models]
+    else:
+        weights = [random_adapters(adapted, seed) for seed in (1, 2)]
+        models = [merged(adapted, adapters) for adapters in weights]
+    old, new = models
     prompt, num_tokens = [5, 6, 7, 8], 300
     shared = torch.randint(0, 256, (300,), generator=torch.Generator().manual_seed(0)).tolist()  # more than a block
     pause_s, num_old = 0.05, 0
     while not 2 <= num_old < num_tokens:  # until the pause is in the middle of the response
-        send_weights(engine, checkpoint_tensors(old), 2**20, version=4)
+        send_weights(engine, weights[0], 2**20, version=4)
         engine.generate([[*shared, 1]], GREEDY)  # the prefix is cached
         engine.begin("generate", [prompt], replace(GREEDY, max_new_tokens=num_tokens))
         time.sleep(pause_s)
@@ -202,7 +235,7 @@ def check_weights_in_flight(engine: EngineProcess, recomputes: bool, *, sleeps: 
         else:
             engine.call("pause_generation", recomputes)
         engine.begin("generate", [[*shared, 2]], GREEDY)
-        send_weights(engine, checkpoint_tensors(new), 2**20, version=6)
+        send_weights(engine, weights[1], 2**20, version=6)
         if sleeps:
             engine.prepare_for_generation()
         else:
