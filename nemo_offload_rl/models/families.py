@@ -148,6 +148,11 @@ _HUNYUAN_MOE = (
     Refusal("use_mixed_mlp_moe", (None, True), "but the model library has a shared expert"),
     Refusal("use_qk_norm", (None, True), "but the model library has norms of queries and keys"),
 )
+_GEMMA_4 = (
+    Refusal("hidden_size_per_layer_input", (0,), "but that backend has no embeddings of their own for layers"),
+    Refusal("num_kv_shared_layers", (None, 0), "but layers of that backend share no keys and values"),
+    Refusal("use_bidirectional_attention", (None, False, "vision"), "but tokens of that backend see no later ones"),
+)
 _GPT_OSS = (
     Refusal("attention_bias", (None, True), "but the engine has biases in all projections"),
     Refusal("rms_norm_eps", (None, 1e-5), "but the engine takes 1e-05"),
@@ -252,6 +257,19 @@ FAMILIES: Mapping[str, ModelFamily] = {
             ropes_by_layer_type=True,
             logits_softcap="final_logit_softcapping",
             refused={DTENSOR: (Refusal("attn_logit_softcapping", (None,), _NOT_IN_ENGINE),)},
+        ),
+        ModelFamily(
+            "gemma4_text",
+            "Gemma 4 (text)",
+            (DTENSOR,),
+            activations=("gelu_pytorch_tanh",),
+            activation_key="hidden_activation",
+            has_window=windows.unless_types_say_no,
+            rotates_part=True,
+            ropes_by_layer_type=True,
+            logits_softcap="final_logit_softcapping",
+            serves_adapters=False,
+            refused={DTENSOR: _GEMMA_4},
         ),
         ModelFamily("glm", "GLM-4-9B, GLM-Edge", (DTENSOR,), rotates_part=True, serves_adapters=False),
         ModelFamily("glm4", "GLM-4-0414", (DTENSOR,), rotates_part=True, serves_adapters=False),

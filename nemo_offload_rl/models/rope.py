@@ -252,7 +252,7 @@ def older_rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(given, Mapping) or not given:
         return {}
     rope, found = given.get("full_attention", given), dict[str, Any]()
-    if "rope_theta" not in rope:
+    if "rope_theta" not in rope or rope_type({"rope_parameters": rope}) == "proportional":  # too new for it
         return {}
     if "sliding_attention" in given:
         found["rope_local_base_freq"] = given["sliding_attention"]["rope_theta"]

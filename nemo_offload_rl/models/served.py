@@ -167,7 +167,7 @@ def _rotary(config: ModelConfig, family: ModelFamily) -> str | None:
         read = [key for key in _ROPE_OF_ENGINE if rope.get(key) is not None]
         if read and not (read == ["mrope_section"] and has_image_axes(config)):
             return f"{read[0]} of rotary embeddings, which only the engine would read"
-        if rope_type({"rope_parameters": rope}) == "proportional":
+        if rope_type({"rope_parameters": rope}) == "proportional" and family.model_type != "gemma4_text":
             return "rope_type proportional, which the engine and the model library compute differently"
         if config.get("kv_lora_rank") and rope.get("truncate") is False:
             return f"truncate false of rotary embeddings, {_LEFT_OUT}"

@@ -8,7 +8,7 @@ from typing import Any
 
 # Keys of Qwen, of Mixtral and gpt-oss, of DeepSeek, and of ERNIE and Hunyuan.
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_NUM_ACTIVE_EXPERTS = ("num_experts_per_tok", "moe_k", "moe_topk")
+_NUM_ACTIVE_EXPERTS = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
 _NUM_SHARED_EXPERTS = ("num_shared_experts", "n_shared_experts", "moe_num_shared_experts", "num_shared_expert")
 
 

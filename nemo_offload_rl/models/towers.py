@@ -59,6 +59,7 @@ WHOLE_MODELS: Mapping[str, WholeModel] = {
     whole.model_type: whole
     for whole in (
         WholeModel("gemma3", "Gemma 3", {"gemma3_text": ("gemma3_text", "Gemma3ForCausalLM")}, usual=_GEMMA_3),
+        WholeModel("gemma4", "Gemma 4", {"gemma4_text": ("gemma4_text", "Gemma4ForCausalLM")}),
         WholeModel(
             "mistral3",
             "Mistral Small 3.1 and 3.2, Ministral 3",

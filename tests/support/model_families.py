@@ -147,7 +147,7 @@ _LATENT = {
     "n_shared_experts": 1,
     "num_hidden_layers": 3,
 }
-_EXPERT_BIASES = ("e_score_correction_bias", "expert_bias")
+_EXPERT_BIASES = ("e_score_correction_bias", "expert_bias", "layer_scalar")
 _DOTS1 = {"moe_intermediate_size": 48, "n_routed_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 3}
 _HUNYUAN_MOE = {"num_experts": 4, "moe_topk": [2] * 2, "num_shared_expert": [1] * 2, "moe_intermediate_size": [96] * 2}
 _HY_V3 = {**_BIASED_EXPERTS, "expert_hidden_dim": 48, "router_scaling_factor": 1.5, "qk_norm": True, "route_norm": True}
@@ -193,6 +193,20 @@ _DELTA_NET = {
 # A layer that sees the last tokens only, and one that sees all.
 _WINDOW = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 _GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "initializer_range": 0.15, **_WINDOW}
+# Heads of full attention are larger, and their keys are their values.
+_GEMMA_4 = {
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size_per_layer_input": 0,
+    "use_bidirectional_attention": "vision",
+    "final_logit_softcapping": 5.0,
+    "initializer_range": 0.15,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 _QWEN_WINDOW = {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 8}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "afmoe": ("afmoe", {**_MOE, **published("trinity-mini", 3), "num_hidden_layers": 3}),
@@ -227,6 +241,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**published("gemma2"), **_GEMMA, "final_logit_softcapping": 5.0, "attn_logit_softcapping": 5.0},
     ),
     "gemma3-tied": ("gemma3_text", {**published("gemma3-4b-text"), **_GEMMA}),
+    "gemma4-tied": ("gemma4_text", _GEMMA_4),
+    "gemma4-experts-tied": (
+        "gemma4_text",
+        {
+            **_GEMMA_4,
+            "enable_moe_block": True,
+            "hidden_size": 64,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 48,
+        },
+    ),
     "glm": ("glm", {"head_dim": 32, **published("glm-9b")}),
     "glm4": ("glm4", {"head_dim": 32, **published("glm4")}),
     "glm4_moe": ("glm4_moe", {**published("glm45"), **_GLM4_MOE}),
@@ -319,7 +345,7 @@ def drawn_model(config: PreTrainedConfig, seed: int) -> Any:
             if name.endswith("sinks"):
                 parameter.mul_(0.05)  # vLLM rounds them to bfloat16 on a CPU, which shows in larger ones
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "layer_scalar")):
                 buffer.add_(0.2 * torch.randn_like(buffer))
     return as_published(model.float().eval())
 
@@ -393,7 +419,7 @@ def checkpoint_name(model: Any, name: str) -> str:
 
 def checkpoint_tensors(model: Any) -> dict[str, Tensor]:
     """The tensors of a model as its family's checkpoints have them: each expert on its own, but for gpt-oss."""
-    is_stacked = model.config.model_type == "gpt_oss"
+    is_stacked = model.config.model_type in ("gpt_oss", "gemma4_text")
     is_mixtral = model.config.model_type in ("mixtral", "minimax_m2")
     *halves, down = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
     biases = {name: bias for name, bias in model.named_buffers() if name.endswith(_EXPERT_BIASES)}

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 _VISION = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
 _TOWERS: dict[str, dict[str, Any]] = {
     "gemma3": _VISION | {"num_hidden_layers": 1},
+    "gemma4": _VISION | {"num_hidden_layers": 1, "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 16},
     "mistral3": _VISION | {"num_hidden_layers": 1, "head_dim": 16},
     "qwen3_vl": {
         **{"hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "depth": 2, "num_position_embeddings": 16},
@@ -22,6 +23,7 @@ _TOWERS: dict[str, dict[str, Any]] = {
 _ROPE_OF_QWEN3_VL = {"rope_theta": 5e6, "rope_type": "default", "mrope_section": [6, 5, 5], "mrope_interleaved": True}
 WHOLE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3-tied": ("gemma3", "gemma3-tied", {"vision_config": _TOWERS["gemma3"], "mm_tokens_per_image": 4}),
+    "gemma4-experts-tied": ("gemma4", "gemma4-experts-tied", {}),
     "mistral3": ("mistral3", "mistral", {}),
     "mistral3-ministral3-tied": ("mistral3", "ministral3-tied", {}),
     "qwen3_vl": ("qwen3_vl", "qwen3-tied", {"text_config": {"rope_parameters": _ROPE_OF_QWEN3_VL}}),
@@ -46,6 +48,9 @@ def save_whole_folder(path: Path, name: str, *, newer_names: bool = False) -> An
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
+        for own_name, buffer in model.named_buffers():
+            if own_name.endswith("layer_scalar"):
+                buffer.add_(0.2 * torch.randn_like(buffer))
     model.float().eval().save_pretrained(path, save_original_format=not newer_names)
     make_tokenizer().save_pretrained(path)
     (path / "preprocessor_config.json").write_text('{"of": "images"}')

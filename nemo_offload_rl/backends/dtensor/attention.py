@@ -42,6 +42,7 @@ SINKS = "nemo_offload_rl_sinks"
 TAKES_BOUNDS = (PACKED, SINKS)
 """Attention that gets the bounds of the sequences in a packed row; other kinds find them by positions."""
 
+_LARGEST_HEAD = 256  # of the kernel for packed rows
 _SPARE = 8  # added head dimensions for sinks; kernels need multiples of 8
 _GROUP = "nemo_offload_rl_context_group"  # attribute of layers' submodules
 
@@ -61,7 +62,8 @@ def choose_attention(
         config: The model's config. Sliding windows need Hugging Face's masks, soft-caps its eager attention, and sinks
             this module's attention.
         device: The model's device.
-        compute_dtype: Type of passes; the kernel for packed rows supports 16-bit types on a GPU only.
+        compute_dtype: Type of passes; the kernel for packed rows supports 16-bit types on a GPU only, and heads of at
+            most 256 numbers.
         longest: Most tokens of a row, without padding; a window of that size is ignored.
         packs: Rows are packed; else they are padded on the right. A model that does not pass bounds to its attention
             gets Hugging Face's masks, which are made from positions.
@@ -81,7 +83,9 @@ def choose_attention(
     if not packs:
         AttentionInterface.register(CAUSAL, sdpa_attention_forward)
         return CAUSAL
-    if device.type == "cuda" and compute_dtype != torch.float32 and tells_attention_bounds(contents):
+    is_16_bit_on_gpu = device.type == "cuda" and compute_dtype != torch.float32
+    has_large_heads = (contents.get("global_head_dim") or 0) > _LARGEST_HEAD
+    if is_16_bit_on_gpu and tells_attention_bounds(contents) and not has_large_heads:
         AttentionInterface.register(PACKED, _packed_attention)
         return PACKED
     return MASKED

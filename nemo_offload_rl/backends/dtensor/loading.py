@@ -73,6 +73,7 @@ def build_causal_lm(config: Any, attention: str, *, dropout: bool = False) -> An
     if not masks_packed_rows(config.to_dict()):
         model.base_model.register_forward_pre_hook(_with_masks_by_positions, with_kwargs=True)
     keep_sequences_apart(model, decoder_layers(model))
+    _keep_keys_in_layers(model)
     # A padding row without gradient would depend on the vocabulary's split; padding gets no gradient anyway.
     model.get_input_embeddings().padding_idx = None
     return model.eval()
@@ -99,6 +100,22 @@ def mend_latent_attention(model: Any) -> None:
         for name in ("q_a_layernorm", "kv_a_layernorm"):
             if hasattr(attention, name):
                 getattr(attention, name).variance_epsilon = model.config.rms_norm_eps
+
+
+def _keep_keys_in_layers(model: Any) -> None:
+    """Make Gemma 4's layers pass on hidden states alone, and no keys and values that no later layer reads."""
+    layers: Any = decoder_layers(model)
+    attentions: list[Any] = [getattr(layer, "self_attn", None) for layer in layers]
+    if storing := [attention for attention in attentions if getattr(attention, "store_full_length_kv", False)]:
+        for attention in storing:
+            attention.store_full_length_kv = False
+        model.base_model.register_forward_pre_hook(_without_shared_keys, with_kwargs=True)
+
+
+def _without_shared_keys(
+    _base_model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return args, {**kwargs, "shared_kv_states": None}
 
 
 def _with_masks_by_positions(

@@ -87,7 +87,8 @@ def test_the_language_model_is_trained_exported_with_its_towers_and_served(
     assert_close(dict(exported.named_parameters()), dict(model.named_parameters()))
     assert after.keys() == before.keys()
     for own_name, tensor in after.items():
-        assert torch.equal(tensor, before[own_name]) == (own_name in towers), own_name
+        is_frozen = own_name in towers or own_name.endswith("layer_scalar")
+        assert torch.equal(tensor, before[own_name]) == is_frozen, own_name
     assert (tmp_path / "hf/preprocessor_config.json").read_text() == '{"of": "images"}'
     with worker(tmp_path / "hf", sequence_packing=PACKING) as policy:
         scores_like(policy, scores_of(exported))
@@ -162,6 +163,19 @@ PUBLISHED = {
             **{"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024},
         },
         "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+    },
+    # As google/gemma-4-31B-it: no embeddings of layers, no shared keys, large heads of full attention.
+    "gemma4": {
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "text_config": {
+            **{"attention_k_eq_v": True, "final_logit_softcapping": 30.0, "global_head_dim": 512, "head_dim": 256},
+            **{"hidden_activation": "gelu_pytorch_tanh", "hidden_size": 5376, "hidden_size_per_layer_input": 0},
+            **{"intermediate_size": 21504, "max_position_embeddings": 262144, "model_type": "gemma4_text"},
+            **{"num_attention_heads": 32, "num_global_key_value_heads": 4, "num_hidden_layers": 60},
+            **{"num_key_value_heads": 16, "num_kv_shared_layers": 0, "sliding_window": 1024, "vocab_size": 262144},
+            **{"tie_word_embeddings": True, "use_bidirectional_attention": "vision"},
+        },
+        "vision_config": {"model_type": "gemma4_vision"},
     },
     # mistralai/Mistral-Small-3.2-24B-Instruct-2506, whose output layer is not tied although the whole's default is.
     "mistral3": {
