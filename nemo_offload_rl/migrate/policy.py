@@ -321,7 +321,9 @@ _TYPES = (
     (r"gpt-oss", "gpt_oss"),
     (r"Moonlight|DeepSeek-V3|deepseek\.md", "deepseek_v3"),
     (r"Nemotron-(3|Nano|Super)", "nemotron_h"),
-    (r"Qwen3\.5-", "qwen3_5"),
+    (r"Qwen3\.[56]-\d+B-A\d+B", "qwen3_5_moe"),
+    (r"Qwen3\.[56]-", "qwen3_5"),
+    (r"Qwen3-Next", "qwen3_next"),
     (r"GLM-4-\d+B-0414", "glm4"),
     (r"GLM-4-9B", "glm"),
     (r"GLM-4\.7-Flash", "glm4_moe_lite"),
@@ -330,7 +332,10 @@ _TYPES = (
     (r"MiniMax", "minimax"),
 )
 _WITH_EXPERT_BIASES = ("deepseek_v3", "glm4_moe", "nemotron_h")
-_WITHOUT_EXPERTS = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "gemma3", "gemma3_text", "mistral3", "qwen3_vl")
+_WITHOUT_EXPERTS = (
+    *("llama", "qwen2", "qwen3", "qwen3_5", "mistral", "smollm3"),
+    *("gemma3", "gemma3_text", "mistral3", "qwen3_vl"),
+)
 
 
 def model_type(model_name: object) -> str | None:

@@ -11,10 +11,13 @@ from tiny_models import make_tokenizer
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 _VISION = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+_QWEN_VISION = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "depth": 1, "num_position_embeddings": 16}
 _TOWERS: dict[str, dict[str, Any]] = {
     "gemma3": _VISION | {"num_hidden_layers": 1},
     "gemma4": _VISION | {"num_hidden_layers": 1, "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 16},
     "mistral3": _VISION | {"num_hidden_layers": 1, "head_dim": 16},
+    "qwen3_5": _QWEN_VISION | {"out_hidden_size": 128},
+    "qwen3_5_moe": _QWEN_VISION | {"out_hidden_size": 128},
     "qwen3_vl": {
         **{"hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "depth": 2, "num_position_embeddings": 16},
         **{"out_hidden_size": 64, "deepstack_visual_indexes": [1]},
@@ -26,6 +29,8 @@ WHOLE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma4-experts-tied": ("gemma4", "gemma4-experts-tied", {}),
     "mistral3": ("mistral3", "mistral", {}),
     "mistral3-ministral3-tied": ("mistral3", "ministral3-tied", {}),
+    "qwen3_5-tied": ("qwen3_5", "qwen3_5-tied", {}),
+    "qwen3_5_moe": ("qwen3_5_moe", "qwen3_5_moe", {}),
     "qwen3_vl": ("qwen3_vl", "qwen3-tied", {"text_config": {"rope_parameters": _ROPE_OF_QWEN3_VL}}),
     "qwen3_vl-tied": ("qwen3_vl", "qwen3-tied", {"text_config": {"rope_parameters": _ROPE_OF_QWEN3_VL}}),
 }

@@ -136,6 +136,15 @@ def test_a_folder_with_newer_names_keeps_them(tmp_path: Path) -> None:
     assert_equal(tensors_of(tmp_path / "hf"), before)
 
 
+def test_layers_for_multi_token_prediction_are_exported_as_they_were(tmp_path: Path) -> None:
+    save_whole_folder(tmp_path / "model", "qwen3_5-tied")
+    before = tensors_of(tmp_path / "model") | {"mtp.norm.weight": torch.randn(128)}
+    save_file(before, tmp_path / "model/model.safetensors", metadata={"format": "pt"})
+    with worker(tmp_path / "model") as policy:
+        policy.export_hf(tmp_path / "hf")
+    assert_equal(tensors_of(tmp_path / "hf"), before)
+
+
 def test_a_missing_tensor_of_the_language_model_is_named(tmp_path: Path) -> None:
     save_whole_folder(tmp_path, "mistral3")
     tensors = tensors_of(tmp_path)
@@ -154,6 +163,18 @@ def test_sizes_are_those_of_the_language_model(tmp_path: Path) -> None:
     assert model_sizes(str(tmp_path / "whole"), without_weights=True) == text
 
 
+_QWEN3_5 = {
+    **{"attention_bias": False, "attn_output_gate": True, "full_attention_interval": 4, "head_dim": 256},
+    **{"hidden_act": "silu", "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16},
+    **{"linear_num_value_heads": 32, "linear_value_head_dim": 128, "mamba_ssm_dtype": "float32"},
+    **{"max_position_embeddings": 262144, "mtp_num_hidden_layers": 1, "num_attention_heads": 16},
+    **{"num_hidden_layers": 32, "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "vocab_size": 248320},
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 8,
+    "rope_parameters": {
+        **{"mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25},
+        **{"rope_theta": 10000000, "rope_type": "default"},
+    },
+}
 PUBLISHED = {
     # google/gemma-3-4b-it leaves out what transformers takes anyway.
     "gemma3": {
@@ -188,6 +209,23 @@ PUBLISHED = {
         },
         "vision_config": {"model_type": "pixtral"},
     },
+    # Qwen/Qwen3.5-4B and Qwen/Qwen3.5-35B-A3B
+    "qwen3_5": {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "text_config": _QWEN3_5 | {"intermediate_size": 9216, "hidden_size": 2560, "model_type": "qwen3_5_text"},
+        "tie_word_embeddings": True,
+        "vision_config": {"model_type": "qwen3_5"},
+    },
+    "qwen3_5_moe": {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "text_config": _QWEN3_5
+        | {
+            **{"model_type": "qwen3_5_moe_text", "num_experts": 256, "num_experts_per_tok": 8, "hidden_size": 2048},
+            **{"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_key_value_heads": 2},
+        },
+        "tie_word_embeddings": False,
+        "vision_config": {"model_type": "qwen3_5_moe"},
+    },
     # Qwen/Qwen3-VL-4B-Instruct
     "qwen3_vl": {
         "architectures": ["Qwen3VLForConditionalGeneration"],
@@ -220,7 +258,7 @@ def test_published_settings_are_read_as_transformers_reads_them(tmp_path: Path, 
     }
     rope = {key: value for key, value in theirs["rope_parameters"].items() if not key.startswith("mrope")}
     assert own["rope_parameters"] == rope
-    assert own["tie_word_embeddings"] == (kind != "mistral3")
+    assert own["tie_word_embeddings"] == (kind not in ("mistral3", "qwen3_5_moe"))
 
 
 @pytest.mark.parametrize("changes", [{"model_type": "llava"}, {"text_config": {"model_type": "gpt2"}}])
