@@ -158,6 +158,11 @@ _GPT_OSS = (
     Refusal("rms_norm_eps", (None, 1e-5), "but the engine takes 1e-05"),
     Refusal("tie_word_embeddings", (None, False), "but the engine would have two matrices"),
 )
+_NEMOTRON_H = (
+    Refusal("attention_bias", (None, False), "but the model library has no biases of attention"),
+    Refusal("residual_in_fp32", (None, False), "but the model library adds in the type of the model"),
+    Refusal("sliding_window", (None,), "but the model library has no windows"),
+)
 _OLMOE = (
     Refusal("attention_bias", (None, False), _NOT_IN_ENGINE),
     Refusal("clip_qkv", (None,), _NOT_IN_ENGINE),
@@ -305,6 +310,14 @@ FAMILIES: Mapping[str, ModelFamily] = {
         ),
         ModelFamily("granite", "Granite", (DTENSOR,), logits_divisor="logits_scaling"),
         ModelFamily(
+            "granitemoehybrid",
+            "Granite 4",
+            (DTENSOR,),
+            logits_divisor="logits_scaling",
+            masks_packed_rows=False,
+            state_mixer="MambaLayer",
+        ),
+        ModelFamily(
             "hunyuan_v1_dense",
             "Hunyuan (dense)",
             (DTENSOR,),
@@ -322,6 +335,10 @@ FAMILIES: Mapping[str, ModelFamily] = {
         ),
         ModelFamily("hyperclovax", "HyperCLOVA X", (DTENSOR,), logits_factor="logits_scaling"),
         ModelFamily("jais2", "Jais 2", (DTENSOR,), activations=("relu2",)),
+        ModelFamily("lfm2", "LFM2", (DTENSOR,), activations=(), state_mixer="ShortConv"),
+        ModelFamily(
+            "lfm2_moe", "LFM2 mixtures", (DTENSOR,), activations=(), has_expert_bias=True, state_mixer="ShortConv"
+        ),
         ModelFamily("llama", "Llama 2, 3", (DTENSOR, MEGATRON), refused={MEGATRON: (_ATTENTION_BIAS, _MLP_BIAS)}),
         ModelFamily(
             "minimax_m2",
@@ -350,6 +367,16 @@ FAMILIES: Mapping[str, ModelFamily] = {
             refused={
                 MEGATRON: (_ATTENTION_BIAS, _MLP_BIAS, Refusal("rms_norm_eps", (None,), "but the model has norm_eps"))
             },
+        ),
+        ModelFamily(
+            "nemotron_h",
+            "Nemotron-H, Nemotron 3",
+            (DTENSOR,),
+            activations=("relu2",),
+            activation_key="mlp_hidden_act",
+            has_expert_bias=True,
+            state_mixer="Mamba2Mixer",
+            refused={DTENSOR: _NEMOTRON_H},
         ),
         ModelFamily("olmo2", "OLMo 2", (DTENSOR,)),
         ModelFamily(

@@ -6,6 +6,7 @@ tensors that one side lacks, and only after all processes have started.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from nemo_offload_rl.models import windows
@@ -27,9 +28,13 @@ _BIASES_LEFT_OUT = Refusal("attention_bias", (None, False), _LEFT_OUT)
 _BIASES_ADDED = Refusal("attention_bias", (None, False), _ADDED)
 _OTHER_BIASES = Refusal("qkv_bias", (None, False), _ADDED)
 _ONE_MATRIX = Refusal("tie_word_embeddings", (None, True), "but the engine has one matrix for both")
+_ONE_EMBEDDING = Refusal("tie_embedding", (None, True), "but the engine has one matrix for both")
 _TWO_MATRICES = Refusal("tie_word_embeddings", (None, False), "but the engine would have two matrices")
+_NO_TIME_LIMIT = Refusal("time_step_limit", (None, [0.0, math.inf], (0.0, math.inf)), _LEFT_OUT)
 _PAIRS = Refusal("rope_interleave", (None, True), "but the engine rotates pairs of neighbours")
 _ROPE_OF_ENGINE = ("mrope_section", "rope_dim", "use_fope")  # of vLLM's `get_rope`
+
+_WITH_MAMBA = ("granitemoehybrid", "nemotron_h")
 
 SETTINGS: Mapping[str, tuple[Refusal, ...]] = {
     "afmoe": (
@@ -60,6 +65,10 @@ SETTINGS: Mapping[str, tuple[Refusal, ...]] = {
         _PAIRS,
         _TWO_MATRICES,
     ),
+    "granitemoehybrid": (
+        Refusal("mamba_n_groups", (None, 1), "each of which the engine would normalize on its own"),
+        _NO_TIME_LIMIT,
+    ),
     "hunyuan_v1_moe": (
         _BIASES_LEFT_OUT,
         Refusal("moe_intermediate_size", (), "without which the engine does not start", refused=(None,)),
@@ -67,6 +76,15 @@ SETTINGS: Mapping[str, tuple[Refusal, ...]] = {
         Refusal("use_mixed_mlp_moe", (True,), "without which the engine does not start"),
         Refusal("use_qk_norm", (True,), "without which the engine has no norms of queries and keys"),
     ),
+    "lfm2": (
+        *(
+            Refusal(key, (), "without which the engine does not start", refused=(None,))
+            for key in ("block_dim", "conv_dim")
+        ),
+        _ONE_MATRIX,
+        _ONE_EMBEDDING,
+    ),
+    "lfm2_moe": (_ONE_MATRIX, _ONE_EMBEDDING),
     "ministral3": (_BIASES_ADDED,),
     "minimax_m2": (
         Refusal("rotary_dim", (), "without which the engine does not start", refused=(None,)),
@@ -75,6 +93,11 @@ SETTINGS: Mapping[str, tuple[Refusal, ...]] = {
         Refusal("use_routing_bias", (True,), "but without it the engine has no bias to choose experts with"),
     ),
     "mistral": (_BIASES_ADDED,),
+    "nemotron_h": (
+        Refusal("n_shared_experts", (None, 1), "whose sizes the engine would add up"),
+        _NO_TIME_LIMIT,
+        _TWO_MATRICES,
+    ),
     "olmo2": (_BIASES_LEFT_OUT,),
     "olmo3": (_BIASES_LEFT_OUT,),
     "phi3": (_BIASES_ADDED,),
@@ -111,6 +134,12 @@ def unserved(config: ModelConfig, longest: int) -> str | None:
         *(refusal.problem(config) for refusal in SETTINGS.get(family.model_type, ())),
     )
     return next((problem for problem in problems if problem is not None), None)
+
+
+def is_served_on_gpus_only(config: ModelConfig) -> bool:
+    """Tell whether a model has layers that vLLM 0.25.1 computes with Triton alone (Mamba-2)."""
+    types = config.get("layer_types")
+    return config.get("model_type") in _WITH_MAMBA and (types is None or "mamba" in types)
 
 
 def longest_served(config: ModelConfig) -> float | None:

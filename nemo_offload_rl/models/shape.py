@@ -51,7 +51,7 @@ class ModelShape:
             head_dim=head_dim,
             intermediate_size=_size(config, "intermediate_size"),
             vocab_size=_size(config, "vocab_size"),
-            num_experts=_first(config, _NUM_EXPERTS),
+            num_experts=_first(config, _NUM_EXPERTS) if _has_mixtures(config) else 0,
             num_active_experts=_first(config, _NUM_ACTIVE_EXPERTS),
             num_shared_experts=_first(config, _NUM_SHARED_EXPERTS),
         )
@@ -61,6 +61,14 @@ def _size(config: Mapping[str, Any], name: str) -> int | None:
     """Return a size of the file; None unless it is a whole number (the model library refuses other values)."""
     value = config.get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _has_mixtures(config: Mapping[str, Any]) -> bool:
+    """Tell whether a layer may have experts: a dense Nemotron-H has their number as well."""
+    if config.get("model_type") != "nemotron_h":
+        return True
+    pattern, types = config.get("hybrid_override_pattern"), config.get("layers_block_type")
+    return "moe" in types if isinstance(types, list) else "E" in pattern if isinstance(pattern, str) else True
 
 
 def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int:

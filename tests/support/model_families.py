@@ -151,12 +151,33 @@ _EXPERT_BIASES = ("e_score_correction_bias", "expert_bias", "layer_scalar")
 _DOTS1 = {"moe_intermediate_size": 48, "n_routed_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 3}
 _HUNYUAN_MOE = {"num_experts": 4, "moe_topk": [2] * 2, "num_shared_expert": [1] * 2, "moe_intermediate_size": [96] * 2}
 _HY_V3 = {**_BIASED_EXPERTS, "expert_hidden_dim": 48, "router_scaling_factor": 1.5, "qk_norm": True, "route_norm": True}
+# Two convolutions and an attention layer.
+_LFM2 = {"block_dim": 128, "block_ff_dim": 144, "block_multiple_of": 16, "conv_dim": 128, "num_hidden_layers": 3}
+_LFM2_MOE = {**_EXPERTS, "moe_intermediate_size": 48, "num_dense_layers": 1}
+_NEMOTRON_H = {
+    "head_dim": 32,
+    "chunk_size": 16,
+    "mamba_head_dim": 16,
+    "mamba_num_heads": 8,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+}
+_NEMOTRON_MOE = {"moe_intermediate_size": 48, "moe_shared_expert_intermediate_size": 64, "n_routed_experts": 8}
 # A divisor of the logits that leaves greedy choices their margins.
 _GRANITE = {
     "embedding_multiplier": 3.0,
     "residual_multiplier": 0.8,
     "attention_multiplier": 0.2,
     "logits_scaling": 1.5,
+}
+_GRANITE_4 = {
+    **_GRANITE,
+    "num_hidden_layers": 3,
+    "mamba_chunk_size": 16,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_heads": 16,
+    "shared_intermediate_size": 96,
 }
 # As GLM-4.5: a dense layer first, half of a head rotated, experts that every token has, choice by bias.
 _GLM4_MOE = {
@@ -260,11 +281,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("gpt_oss", {**_GPT_OSS, **published("gptoss", 4)}),
     "granite": ("granite", {**published("granite-3.3-8b"), "attention_multiplier": 0.2}),
     "granite-tied": ("granite", {**published("granite-3.0-8b"), **_GRANITE}),
+    "granitemoehybrid-tied": ("granitemoehybrid", {**published("granite-4.0-h-micro", 3), **_GRANITE_4}),
+    "granitemoehybrid-moe-tied": (
+        "granitemoehybrid",
+        {**published("granite-4.0-h-tiny", 3), **_GRANITE_4, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "granitemoehybrid-attention-tied": (
+        "granitemoehybrid",
+        {**published("granite-4.0-micro"), **_GRANITE, "shared_intermediate_size": 96},
+    ),
     "hunyuan": ("hunyuan_v1_dense", {"head_dim": 32, **published("hunyuan")}),
     "hunyuan_moe-tied": ("hunyuan_v1_moe", {**_QWEN3, **published("hunyuan-a13b"), **_HUNYUAN_MOE}),
     "hy_v3": ("hy_v3", {**published("hy3"), **_HY_V3}),
     "hyperclovax": ("hyperclovax", published("hyperclovax-14b")),
     "jais2": ("jais2", published("jais2-8b")),
+    "lfm2-tied": ("lfm2", {**published("lfm2-1.2b", 3), **_LFM2}),
+    "lfm2_moe-tied": ("lfm2_moe", {**published("lfm2-8b-a1b", 3), **_LFM2, **_LFM2_MOE}),
     "llama": ("llama", published("llama31")),
     "llama-tied": ("llama", published("llama32-3b")),
     "llama-llama3": ("llama", {"rope_parameters": _LLAMA3}),
@@ -280,6 +312,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, **published("mixtral")}),
     "mixtral-window-tied": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}),
     "nemotron": ("nemotron", published("nemotron")),
+    "nemotron_h": ("nemotron_h", {**published("nemotron-h-8b"), **_NEMOTRON_H, "hybrid_override_pattern": "M-*M"}),
+    "nemotron_h-moe": (
+        "nemotron_h",
+        {**published("nemotron-3-nano"), **_NEMOTRON_H, **_NEMOTRON_MOE, "hybrid_override_pattern": "ME*E"},
+    ),
     "olmo2": ("olmo2", published("olmo2")),
     "olmo3": ("olmo3", published("olmo3")),
     "olmoe": ("olmoe", {**_EXPERTS, **published("olmoe")}),
@@ -345,7 +382,7 @@ def drawn_model(config: PreTrainedConfig, seed: int) -> Any:
             if name.endswith("sinks"):
                 parameter.mul_(0.05)  # vLLM rounds them to bfloat16 on a CPU, which shows in larger ones
         for name, buffer in model.named_buffers():
-            if name.endswith(("e_score_correction_bias", "layer_scalar")):
+            if name.endswith((*_EXPERT_BIASES, "layer_scalar")):
                 buffer.add_(0.2 * torch.randn_like(buffer))
     return as_published(model.float().eval())
 
@@ -354,11 +391,11 @@ def as_published(model: Any) -> Any:
     """Hugging Face's model, changed in place where transformers computes another function than the published one.
 
     It leaves out `attn_factor` of YaRN, scales rotary embeddings of OLMo 3's layers with a window too, rotates whole
-    heads of MiniMax-M2, and scores of DeepSeek-V2 lack a factor.
+    heads of MiniMax-M2, scores of DeepSeek-V2 lack a factor, and tokens of Nemotron-H's Mamba layers see later ones.
     """
     without_kernels(model)
     make_buffers_of_biases(model)
-    rope, rotary = model.config.rope_parameters, model.base_model.rotary_emb
+    rope, rotary = getattr(model.config, "rope_parameters", None) or {}, getattr(model.base_model, "rotary_emb", None)
     if model.config.model_type == "minimax_m2":
         part = {"partial_rotary_factor": model.config.rotary_dim / model.config.head_dim}
         model.base_model.rotary_emb = type(rotary)(_with_rope(model.config, {**rope, **part}))
@@ -369,6 +406,10 @@ def as_published(model: Any) -> Any:
             for norm in (layer.self_attn.kv_a_layernorm, getattr(layer.self_attn, "q_a_layernorm", None)):
                 if norm is not None:
                     norm.variance_epsilon = model.config.rms_norm_eps
+    if model.config.model_type == "nemotron_h":
+        for layer in model.base_model.layers:
+            if layer.block_type == "mamba":
+                layer.mixer.torch_forward = partial(_token_by_token, layer.mixer)
     if rope.get("attn_factor") is not None:
         rotary.attention_scaling = rope["attn_factor"] * (0.1 * math.log(rope["factor"]) + 1)
     if model.config.model_type == "olmo3":
@@ -377,6 +418,25 @@ def as_published(model: Any) -> Any:
             if layer.self_attn.sliding_window is not None:
                 layer.self_attn.forward = partial(_attend_rotated_by, rotate, layer.self_attn.forward)
     return model
+
+
+def _token_by_token(mixer: Any, hidden: Tensor, *_: Any) -> Tensor:
+    """A Mamba-2 layer as its recurrence: state = exp(step rate) state + step key value."""
+    inner, size, length = mixer.intermediate_size, mixer.n_groups * mixer.ssm_state_size, hidden.shape[1]
+    gate, mixed, steps = mixer.in_proj(hidden).split([inner, inner + 2 * size, mixer.num_heads], dim=-1)
+    mixed = mixer.act(mixer.conv1d(mixed.transpose(1, 2))[..., :length].transpose(1, 2))
+    values, *others = mixed.split([inner, size, size], dim=-1)
+    values = values.unflatten(-1, (mixer.num_heads, -1))
+    num_repeats = mixer.num_heads // mixer.n_groups
+    keys, queries = (it.unflatten(-1, (mixer.n_groups, -1)).repeat_interleave(num_repeats, 2) for it in others)
+    steps = torch.nn.functional.softplus(steps + mixer.dt_bias)
+    kept, made = (-mixer.A_log.exp() * steps).exp(), []
+    state = torch.zeros(())
+    for token in range(length):
+        given = (steps[:, token, :, None] * values[:, token])[..., None] * keys[:, token, :, None]
+        state = kept[:, token, :, None, None] * state + given
+        made.append((state * queries[:, token, :, None]).sum(-1) + mixer.D[:, None] * values[:, token])
+    return mixer.out_proj(mixer.norm(torch.stack(made, dim=1).flatten(2), gate))
 
 
 def _with_rope(config: Any, rope: dict[str, Any]) -> Any:
@@ -407,6 +467,7 @@ _HUB_NAMES = {
     },
     "minimax_m2": {".mlp.": ".block_sparse_moe."},
     "mixtral": {".mlp.": ".block_sparse_moe."},
+    "nemotron_h": {"model.": "backbone."},
 }
 
 
@@ -420,7 +481,7 @@ def checkpoint_name(model: Any, name: str) -> str:
 def checkpoint_tensors(model: Any) -> dict[str, Tensor]:
     """The tensors of a model as its family's checkpoints have them: each expert on its own, but for gpt-oss."""
     is_stacked = model.config.model_type in ("gpt_oss", "gemma4_text")
-    is_mixtral = model.config.model_type in ("mixtral", "minimax_m2")
+    is_mixtral = model.config.model_type in ("lfm2_moe", "mixtral", "minimax_m2")
     *halves, down = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
     biases = {name: bias for name, bias in model.named_buffers() if name.endswith(_EXPERT_BIASES)}
     tensors = {checkpoint_name(model, name): bias for name, bias in biases.items()}
@@ -432,5 +493,6 @@ def checkpoint_tensors(model: Any) -> dict[str, Tensor]:
             continue
         for expert, weight in enumerate(parameter.detach()):
             parts = zip(halves, weight.chunk(2), strict=True) if projection == "gate_up_proj" else [(down, weight)]
+            parts = [(projection, weight)] if projection == "up_proj" else parts  # without a gate
             tensors |= {f"{place}.experts.{expert}.{part}.weight": tensor for part, tensor in parts}
     return tensors

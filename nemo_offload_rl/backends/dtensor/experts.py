@@ -12,6 +12,7 @@ layer.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,9 @@ def use_grouped_experts(causal_lm: Any) -> None:
     causal_lm.config._experts_implementation = GROUPED
     if getattr(causal_lm.config, "output_router_logits", False):
         causal_lm.config.output_router_logits = False
+    for module in causal_lm.modules():
+        if type(module).__name__ == "GraniteMoeHybridMoE":
+            module.forward = partial(_granite_mixture, module)
 
 
 def expert_modules(module: nn.Module) -> list[Any]:
@@ -70,6 +74,29 @@ def _experts_forward(experts: Any, hidden_TH: Tensor, experts_TK: Tensor, weight
     made_RH = torch.empty_like(made_RH).index_copy(0, order_R, made_RH)
     made_TKH = made_RH.unflatten(0, experts_TK.shape) * weights_TK.unsqueeze(-1)
     return made_TKH.sum(1).to(hidden_TH.dtype)
+
+
+def _granite_mixture(block: Any, hidden_states: Tensor) -> Tensor:
+    """Compute a layer of Granite 4's experts, which transformers computes one by one and with a wait for the device."""
+    hidden_TH = hidden_states.flatten(0, -2)
+    scores_TK, experts_TK = block.router.layer(hidden_TH).float().topk(block.router.top_k)
+    experts: Any = _GraniteExperts(block)
+    made_TH = grouped_mm_experts_forward(experts, hidden_TH, experts_TK, scores_TK.softmax(-1).type_as(hidden_TH))
+    return made_TH.view_as(hidden_states)
+
+
+class _GraniteExperts:
+    """A view of Granite 4's stacked experts by the names that other families have."""
+
+    has_gate, has_bias, is_transposed = True, False, False
+
+    def __init__(self, block: Any) -> None:
+        self.gate_up_proj, self.down_proj = block.input_linear.weight, block.output_linear.weight
+        self.num_experts, self._activation = block.input_linear.num_experts, block.activation
+
+    def _apply_gate(self, both_RI: Tensor) -> Tensor:
+        gate_RI, up_RI = both_RI.chunk(2, dim=-1)
+        return self._activation(gate_RI) * up_RI
 
 
 class _Local:

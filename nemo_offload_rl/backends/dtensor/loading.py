@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from nemo_offload_rl.backends.dtensor.experts import use_grouped_experts
+from nemo_offload_rl.backends.dtensor.mamba import compute_mamba_by_chunks
 from nemo_offload_rl.backends.dtensor.model import decoder_layers
 from nemo_offload_rl.backends.dtensor.state_mixers import keep_sequences_apart, norms_in_torch
 from nemo_offload_rl.backends.hf.model_folder import find_weight_files, is_hub_name
@@ -70,6 +71,7 @@ def build_causal_lm(config: Any, attention: str, *, dropout: bool = False) -> An
         _rotate_plainly_in_windows(model)
     if mends_latent_attention(config.to_dict()):
         mend_latent_attention(model)
+    compute_mamba_by_chunks(model)
     if not masks_packed_rows(config.to_dict()):
         model.base_model.register_forward_pre_hook(_with_masks_by_positions, with_kwargs=True)
     keep_sequences_apart(model, decoder_layers(model))
@@ -126,11 +128,11 @@ def _with_masks_by_positions(
         return args, kwargs
     given = kwargs["inputs_embeds"] if "inputs_embeds" in kwargs else kwargs["input_ids"].unsqueeze(-1).float()
     asked = {"config": base_model.config, "inputs_embeds": given, "attention_mask": None, "past_key_values": None}
-    masks = {
-        "full_attention": create_causal_mask(**asked, position_ids=positions),
-        "sliding_attention": create_sliding_window_causal_mask(**asked, position_ids=positions),
-    }
-    return args, {**kwargs, "attention_mask": masks}
+    mask = create_causal_mask(**asked, position_ids=positions)
+    if getattr(base_model.config, "sliding_window", None) is not None:
+        in_windows = create_sliding_window_causal_mask(**asked, position_ids=positions)
+        mask = {"full_attention": mask, "sliding_attention": in_windows}
+    return args, {**kwargs, "attention_mask": mask}
 
 
 class _TwoRotations(nn.Module):
@@ -275,6 +277,8 @@ def find_weights(causal_lm: Any, model_name: str, *, compares_names: bool = True
 def _pieces(hub: HubNames, files: WeightFiles, name: str, shape: torch.Size) -> list[Piece]:
     """Return the files' tensors of a parameter; a single one if the files have stacked experts."""
     pieces = hub.pieces(name, shape)
+    if hub.of(name) not in files.shapes and (other := hub.other(name)) in files.shapes:
+        return [Piece(other, tuple(shape), (0,) * len(shape), tuple(shape))]
     if len(pieces) > 1 and hub.of(name) in files.shapes:
         return [Piece(hub.of(name), tuple(shape), (0,) * len(shape), tuple(shape))]
     return pieces

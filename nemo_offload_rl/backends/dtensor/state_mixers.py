@@ -26,12 +26,25 @@ from nemo_offload_rl.models.families import state_mixer
 LENGTHS = "sequence_lengths"
 """Argument of decoder layers: the tokens of each sequence of a packed row, as integers on the host."""
 
-_BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+_BOUNDS = ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _TOLD = "nemo_offload_rl_sequence_lengths"  # attribute of mixers
 _TAKES_BOUNDS = "nemo_offload_rl_takes_bounds"  # attribute of models
 # Classes to which transformers 5.12.1 passes bounds, and which give them to kernels.
-_PASS_BOUNDS = ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
-_PACKAGES = {"GatedDeltaNet": "flash-linear-attention and causal-conv1d"}  # by record
+_PASS_BOUNDS = (
+    "GraniteMoeHybridMambaLayer",
+    "Lfm2MoeShortConv",
+    "Lfm2ShortConv",
+    "Qwen3NextGatedDeltaNet",
+    "Qwen3_5GatedDeltaNet",
+    "Qwen3_5MoeGatedDeltaNet",
+)
+# By record.
+_PACKAGES = {
+    "GatedDeltaNet": "flash-linear-attention and causal-conv1d",
+    "Mamba2Mixer": "mamba-ssm and causal-conv1d",
+    "MambaLayer": "mamba-ssm and causal-conv1d",
+    "ShortConv": "causal-conv1d",
+}
 
 
 def norms_in_torch(config: Any) -> None:
@@ -75,6 +88,8 @@ def keep_sequences_apart(causal_lm: Any, layers: Sequence[nn.Module]) -> None:
         for mixer in several:
             setattr(mixer, _TOLD, None)
             mixer.forward = partial(_by_sequence, mixer, mixer.forward)
+            if hasattr(mixer, "A_log"):
+                mixer.train = partial(_not_trained_fused, mixer)
         layer.forward = partial(_tell, several, layer.forward)  # no hook: layers one by one run without theirs
 
 
@@ -93,7 +108,7 @@ def sequence_arguments(causal_lm: Any, lengths: Sequence[int], bounds: Tensor | 
     """
     if bounds is None or not has_states(causal_lm):
         return {}
-    if not getattr(causal_lm, _TAKES_BOUNDS):
+    if not getattr(causal_lm, _TAKES_BOUNDS) or bounds.device.type == "cpu":
         return {LENGTHS: tuple(lengths)}
     places_L = torch.arange(sum(lengths), dtype=torch.int32, device=bounds.device)
     seq_idx = torch.bucketize(places_L, bounds[1:], right=True, out_int32=True).unsqueeze(0)
@@ -115,6 +130,12 @@ def missing_kernels(causal_lm: Any) -> str | None:
 def _has_kernels(mixer: nn.Module) -> bool:
     """Tell whether transformers has found all kernels of a class."""
     return bool(getattr(importlib.import_module(type(mixer).__module__), "is_fast_path_available", False))
+
+
+def _not_trained_fused(mixer: nn.Module, _mode: bool = True) -> nn.Module:
+    """Keep a Mamba layer in eval mode: the fused kernel of training reads weights past adapters and differs in bits."""
+    mixer.training = False
+    return mixer
 
 
 def _tell(mixers: Sequence[nn.Module], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

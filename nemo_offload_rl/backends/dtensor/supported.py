@@ -196,6 +196,8 @@ def experts_problem(config: Mapping[str, Any], tensor_parallel_size: int, expert
         return None
     if not num_experts:
         return f"{key}, but the model ({config.get('model_type')}) has no experts; set it to 1"
+    if config.get("model_type") == "granitemoehybrid":
+        return f"{key}, but it does not divide experts of granitemoehybrid over devices; set it to 1"
     if tensor_parallel_size > 1:
         return f"{key} and tensor_parallel_size={tensor_parallel_size} do not work together; set one of them to 1"
     what = "experts of the model, and each device takes the same number"

@@ -21,6 +21,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from nemo_offload_rl.backends.hf.model_folder import (
     TOKENIZER_FILES,
     find_file,
+    plain_number,
     read_model_config,
     read_whole_config,
 )
@@ -51,6 +52,7 @@ ADAPTER = "adapter"
 MAX_FILE_BYTES = 5 * 10**9  # of one file of an export, as in the hub's own writer
 _TEMPLATE_FILE, _TEMPLATES_FOLDER = "chat_template.jinja", "additional_chat_templates"
 _EXTRA_LAYERS = "num_nextn_predict_layers"
+_DERIVED = ("num_hidden_layers", "hybrid_override_pattern")  # properties of Nemotron-H's config, keys in older versions
 _TOKENIZER_CONFIG, _TEMPLATE_KEY = "tokenizer_config.json", "chat_template"
 
 
@@ -214,7 +216,8 @@ def _export_adapters(
 def export_config(config: Any, dtype: torch.dtype, weights: Iterable[str], folder: Path) -> None:
     """Write config.json for transformers 5 and older versions: each renamed key appears under both names.
 
-    Without the older names, `transformers` 4 silently reads `rope_theta` as 10000.
+    Without the older names, `transformers` 4 silently reads `rope_theta` as 10000. Infinite numbers are written as
+    published folders have them (Nemotron-H), which `transformers` 4 reads.
 
     Args:
         config: The model's Hugging Face config.
@@ -230,9 +233,10 @@ def export_config(config: Any, dtype: torch.dtype, weights: Iterable[str], folde
     config = type(config).from_dict(changed)
     config.save_pretrained(folder)
     path = folder / "config.json"
-    written = json.loads(path.read_text(encoding="utf-8"))
+    written = json.loads(path.read_text(encoding="utf-8"), object_hook=plain_number)
     other_names = {old: written[new] for old, new in config.attribute_map.items() if new in written}
-    older = {"torch_dtype": name, **other_names, **older_rope_keys(written)}
+    derived = {key: getattr(config, key) for key in _DERIVED if key not in written and hasattr(config, key)}
+    older = {"torch_dtype": name, **other_names, **derived, **older_rope_keys(written)}
     again = type(config).from_dict(deepcopy({**older, **written}))  # from_dict changes its argument
     if again.to_dict().get("rope_parameters") != config.to_dict().get("rope_parameters"):
         del older["rope_scaling"]  # most families of transformers 5 apply it to all layer types

@@ -122,12 +122,18 @@ def read_whole_config(model_name: str) -> dict[str, Any]:
         newest = max(exports, key=lambda path: (len(str(path)), path), default="the folder of a Hugging Face model")
         raise UserError(f"policy.model_name={model_name} has no config.json; set it to {newest}")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"), object_hook=plain_number)
     except ValueError as error:
         raise UserError(f"{path} is not valid JSON ({error}); repair or replace it.") from error
     if not isinstance(config, dict):
         raise UserError(f"{path} holds no JSON object; replace it.")
     return config
+
+
+def plain_number(entry: dict[str, Any]) -> Any:
+    """Return the number that an entry of a config.json of transformers 5 means (`{"__float__": "Infinity"}`)."""
+    value = entry.get("__float__")
+    return float(value) if len(entry) == 1 and isinstance(value, str) else entry
 
 
 def check_model_folder(model_name: str) -> None:

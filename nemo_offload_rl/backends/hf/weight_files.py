@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 # Old checkpoints store these buffers, which the model now computes; `transformers` ignores them too.
 COMPUTED = r"rotary_emb\.inv_freq$"
+# transformers reads embeddings of Nemotron-H under another name too, and 5.12.1 saves them under that one.
+_NEVER_PUBLISHED = {("nemotron_h", "embeddings.weight"): ("embeddings.weight", "embedding.weight")}
 _FLOATS = {"F64", "F32", "F16", "BF16", torch.float64, torch.float32, torch.float16, torch.bfloat16}
 # The square of a larger weight overflows float32: norms divide by infinity, and all gradients are 0.
 LARGEST_WEIGHT = math.sqrt(torch.finfo(torch.float32).max)
@@ -264,12 +266,15 @@ class HubNames:
         from transformers.core_model_loading import Concatenate, MergeModulelist, PrefixChange, WeightConverter
 
         self._place = place or {}
+        self._model_type = model_type
         self._renamings: list[Any] = []
         self._experts: dict[str, tuple[str, ...]] = {}  # end of a parameter's name -> ends of an expert's tensor names
         for rule in get_checkpoint_conversion_mapping(model_type) or ():
             if isinstance(rule, PrefixChange):
                 continue  # folders of a part of a larger model have the names of the part
             if not isinstance(rule, WeightConverter):
+                if (model_type, *rule.target_patterns) in _NEVER_PUBLISHED:
+                    continue
                 self._renamings.append(rule.reverse_transform())
                 continue
             kinds = [type(operation) for operation in rule.operations]
@@ -283,6 +288,12 @@ class HubNames:
         for rule in reversed(self._renamings):
             name = rule.rename_source_key(name)[0]
         return placed(name, self._place)
+
+    def other(self, name: str) -> str:
+        """Return another name of a parameter in folders that transformers saved; mostly the same one."""
+        pairs = (pair for (model_type, _), pair in _NEVER_PUBLISHED.items() if model_type == self._model_type)
+        name = self.of(name)
+        return next((name.replace(*pair) for pair in pairs if name.endswith(pair[0])), name)
 
     def pieces(self, name: str, shape: Sequence[int]) -> list[Piece]:
         """Return the checkpoint's tensors that make up a parameter.

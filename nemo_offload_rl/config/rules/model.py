@@ -12,7 +12,7 @@ from nemo_offload_rl.generation.vllm.fp8_loading import BLOCK
 from nemo_offload_rl.keys.master import RolloutMasterConfig, Rule, RunConfig
 from nemo_offload_rl.models.families import dropout_rates
 from nemo_offload_rl.models.rope import changing_rope_type, has_rotary_base, unchanged_length
-from nemo_offload_rl.models.served import longest_served, unserved
+from nemo_offload_rl.models.served import is_served_on_gpus_only, longest_served, unserved
 from nemo_offload_rl.models.shape import odd_blocks
 
 _VLLM = "policy.generation.vllm_cfg"
@@ -61,6 +61,11 @@ def rotary_frequencies_of_engine_and_policy_agree(cfg: RolloutMasterConfig) -> s
 def the_engine_serves_the_model(cfg: RolloutMasterConfig) -> str | None:
     """The engine serves the model as it is trained."""
     model = local_model_config(cfg)
+    if model is not None and is_served_on_gpus_only(model) and not cfg.cluster.gpus_per_node:
+        return (
+            f"config.json of {cfg.policy.model_name} has Mamba layers ({model['model_type']}), which vLLM computes on "
+            "GPUs only; set cluster.gpus_per_node, or train it with SFT or DPO"
+        )
     if model is None or (reason := unserved(model, _longest(cfg))) is None:
         return None
     return (

@@ -36,6 +36,7 @@ from nemo_offload_rl.errors import ConfigError, UserError
 from nemo_offload_rl.keys.engine import ServedAdapters
 from nemo_offload_rl.keys.master import GrpoMasterConfig
 from nemo_offload_rl.models.families import DTENSOR, FAMILIES, MEGATRON
+from nemo_offload_rl.models.served import is_served_on_gpus_only
 from nemo_offload_rl.runs.loading import load_grpo_config
 from nemo_offload_rl.utils.config import load_config
 
@@ -53,7 +54,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "model_type llava, which reads more than text, but that backend trains only the language model, in a folder "
         "of model_type llama",
     ),
-    ({"model_type": "nemotron_h"}, "model_type nemotron_h"),
+    ({"model_type": "falcon_h1"}, "model_type falcon_h1"),
     ({}, "model_type None"),
     ({**LLAMA, "architectures": ["LlamaForSequenceClassification"]}, "none of which is a causal language model"),
     ({**LLAMA, "quantization_config": {"quant_method": "awq"}}, "quant_method awq, but only fp8, mxfp4 and 16-bit"),
@@ -217,7 +218,10 @@ def test_the_families_that_it_trains_pass(tmp_path: Path, model: dict[str, Any])
 @pytest.mark.parametrize("name", [name for name in TINY if DTENSOR in trained_by(name)])
 def test_grpo_takes_every_model_that_the_matrix_has_seen_served(tmp_path: Path, name: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(family_config(name).to_diff_dict()))
-    if FAMILIES[family_config(name).model_type].is_served:
+    if is_served_on_gpus_only(family_config(name).to_dict()):
+        with pytest.raises(ConfigError, match=r"has Mamba layers .* which vLLM computes on GPUs only; set"):
+            load_grpo_config(CPU, [f"policy.model_name={tmp_path}"])
+    elif FAMILIES[family_config(name).model_type].is_served:
         load_grpo_config(CPU, [f"policy.model_name={tmp_path}"])
     else:
         with pytest.raises(ConfigError, match=r"which vLLM 0\.25\.1 does not serve \(SFT and DPO train it\)"):

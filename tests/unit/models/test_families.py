@@ -11,7 +11,7 @@ from model_families import family_config, trained_by
 from nemo_offload_rl.backends.dtensor.supported import declared_plan, split_problem, unsupported
 from nemo_offload_rl.models.families import DTENSOR, FAMILIES, has_sliding_window, logits_divisor
 from nemo_offload_rl.models.page import BY_ENGINE, EVERYWHERE, PAGE, read_results, with_table
-from nemo_offload_rl.models.served import unserved
+from nemo_offload_rl.models.served import is_served_on_gpus_only, unserved
 from nemo_offload_rl.models.shape import ModelShape
 
 
@@ -26,8 +26,10 @@ def test_the_page_is_made_of_what_was_seen_of_every_row() -> None:
     results = read_results()
     rows = {f"{name}/{backend}": family_config(name).model_type for name in TINY for backend in trained_by(name)}
     assert {key: entry["model_type"] for key, by_machine in results.items() for entry in by_machine.values()} == rows
-    for by_machine in results.values():
-        by_engine = set(BY_ENGINE) if FAMILIES[by_machine["CPU"]["model_type"]].is_served else set()
+    for key, by_machine in results.items():
+        config = family_config(key.rpartition("/")[0]).to_dict()
+        is_served = FAMILIES[config["model_type"]].is_served and not is_served_on_gpus_only(config)
+        by_engine = set(BY_ENGINE) if is_served else set()
         assert set(EVERYWHERE) - set(BY_ENGINE) | by_engine == set(EVERYWHERE) & set(by_machine["CPU"]["facts"])
     page = PAGE.read_text(encoding="utf-8")
     assert page == with_table(page, results), "run python -m nemo_offload_rl.models.page"
@@ -37,8 +39,12 @@ def test_the_page_is_made_of_what_was_seen_of_every_row() -> None:
 UNSPLIT = {
     "cohere-norms-tied": "has no norms of queries and keys, which use_qk_norm asks for",
     "gemma4-tied": "splits layers.*.experts.gate_up_proj of gemma4_text as packed_colwise",
+    "granitemoehybrid-attention-tied": "does not split layers with states",
+    "granitemoehybrid-tied": "does not split layers with states, which granitemoehybrid has",
     "hunyuan": "declares no tensor-parallel plan for hunyuan_v1_dense",
+    "lfm2-tied": "does not split layers with states, which lfm2 has",
     "llama-odd": "does not divide the 389 tokens of the vocabulary",
+    "nemotron_h": "does not split layers with states, which nemotron_h has",
     "qwen3_5-tied": "does not split layers with states, which qwen3_5_text has",
     "stablelm": "declares no tensor-parallel plan for stablelm",
 }
@@ -133,6 +139,7 @@ OTHERWISE: list[tuple[str, dict[str, Any], str]] = [
     ("seed_oss", {"mlp_bias": True}, "mlp_bias true, which the engine would leave out"),
     ("olmo2", {"hidden_act": "gelu"}, "hidden_act gelu, and the engine computes silu"),
     ("arcee", {"hidden_act": "silu"}, "hidden_act silu, and the engine computes relu2"),
+    ("lfm2-tied", {"tie_word_embeddings": False}, "tie_word_embeddings false, but the engine has one matrix"),
     ("gemma2-tied", {"hidden_activation": "gelu"}, "hidden_activation gelu, and the engine computes gelu_py"),
     ("glm", {"rope_parameters": None, "partial_rotary_factor": 0.25}, "partial_rotary_factor 0.25, but the engine"),
     ("gpt_oss", {"rope_parameters": SCALED | {"attention_factor": 0.7}}, "an attention factor of 0.7, which the eng"),
