@@ -145,7 +145,8 @@ def export_hf_folder(
         files = _WeightWriter(folder)
         for name, value in weights:
             if is_writer:
-                for own_name, part in hub.divided(name, value):
+                is_stacked = source is not None and hub.of(name) in source.shapes
+                for own_name, part in [(hub.of(name), value)] if is_stacked else hub.divided(name, value):
                     files.add(own_name, part.to("cpu", copy=True).contiguous())
         if is_writer:
             if source is not None:

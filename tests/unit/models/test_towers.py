@@ -136,6 +136,18 @@ def test_a_folder_with_newer_names_keeps_them(tmp_path: Path) -> None:
     assert_equal(tensors_of(tmp_path / "hf"), before)
 
 
+@pytest.mark.trains
+def test_stacked_experts_are_exported_stacked(tmp_path: Path) -> None:
+    model = save_whole_folder(tmp_path / "model", "qwen3_5_moe")
+    stacked = {name: it.detach() for name, it in model.named_parameters() if ".experts." in name}
+    before = {name: it for name, it in tensors_of(tmp_path / "model").items() if ".experts." not in name} | stacked
+    save_file(before, tmp_path / "model/model.safetensors", metadata={"format": "pt"})
+    with worker(tmp_path / "model") as policy:
+        scores_like(policy, scores_of(model))
+        policy.export_hf(tmp_path / "hf")
+    assert_equal(tensors_of(tmp_path / "hf"), before)
+
+
 def test_layers_for_multi_token_prediction_are_exported_as_they_were(tmp_path: Path) -> None:
     save_whole_folder(tmp_path / "model", "qwen3_5-tied")
     before = tensors_of(tmp_path / "model") | {"mtp.norm.weight": torch.randn(128)}
