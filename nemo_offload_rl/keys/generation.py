@@ -212,7 +212,8 @@ class GenerationConfig:
         doc(
             "With adapters (LoRA): the engine applies them itself, so it reads the model's weights once, from the "
             "model's folder, and refits send the adapters alone. With false, refits send weights with the adapters "
-            "merged into them. null is true where the engine can (docs/guides/lora.md), else false."
+            "merged into them. null is true for an engine with devices of its own that can (docs/guides/lora.md), else "
+            "false."
         ),
     ] = None
     colocated: Annotated[ColocatedConfig, doc("Where the engines run.")]

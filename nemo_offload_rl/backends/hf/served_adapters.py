@@ -45,6 +45,11 @@ def served_adapters(cfg: RolloutMasterConfig) -> ServedAdapters | str | None:
         return None
     if policy.generation.enable_lora is False:
         return f"{_KEY} is false"
+    if policy.generation.enable_lora is None and policy.generation.colocated.enabled:
+        return (
+            "the engine shares the policy's devices, where merged weights are near; an engine that applies adapters "
+            f"copies its own weights to the host and back in each step ({_KEY}=true has it do so)"
+        )
     vllm = policy.generation.vllm_cfg
     if vllm.is_quantized:
         return "the engine's weights are in 8 bits (policy.generation.vllm_cfg.precision)"

@@ -480,6 +480,7 @@ WITH_OUTPUT = [f"{LORA}.match_all_linear=false", f"{LORA}.target_modules=['*']"]
         ({}, [f"{LORA}.dim=17", *TWO_LAYERS], ServedAdapters(32, ("q_proj", "v_proj"))),
         ({}, [*MEGATRON_LORA, "policy.megatron_cfg.peft.exclude_modules=[linear_qkv]"], ServedAdapters(256, ALL[4:])),
         ({}, ["policy.generation.enable_lora=false"], "enable_lora is false"),
+        ({}, ["policy.generation.enable_lora=null"], "the engine shares the policy's devices"),
         ({}, [f"{LORA}.dim=513"], "rank 512 at most, and theirs is 513"),
         ({}, [f"{ENGINE}.precision=fp8"], "8 bits"),
         ({}, WITH_OUTPUT, "the output layer has an adapter"),
@@ -493,15 +494,18 @@ def test_the_engine_applies_adapters_where_it_can_and_says_why_elsewhere(
     tmp_path: Path, model: dict[str, Any], overrides: list[str], expected: ServedAdapters | str | None
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | model))
+    shares = "policy.generation.enable_lora=null" in overrides
     all_overrides = [f"policy.model_name={tmp_path}", f"{LORA}.enabled=true", f"{LORA}.dim=8", *overrides]
+    all_overrides += [f"policy.generation.colocated.enabled={str(shares).lower()}"]
     if "policy.megatron_cfg.enabled=true" in overrides:
         all_overrides = [it for it in all_overrides if not it.startswith(LORA)]
     cfg = validate_keys(load_config(CPU, all_overrides), GrpoMasterConfig)
     found = served_adapters(cfg)
     assert expected in found if isinstance(expected, str) and isinstance(found, str) else found == expected
-    wanted = validate_keys(load_config(CPU, ["policy.generation.enable_lora=true", *all_overrides]), GrpoMasterConfig)
+    given = any("enable_lora" in override for override in overrides)
+    wanted = validate_keys(load_config(CPU, [*all_overrides, "policy.generation.enable_lora=true"]), GrpoMasterConfig)
     problem = the_engine_can_apply_adapters(wanted)
-    if isinstance(expected, ServedAdapters) or "policy.generation.enable_lora=false" in overrides:
+    if isinstance(expected, ServedAdapters) or given:
         assert problem is None
     else:
         assert (expected or "no adapters are trained") in (problem or "")
