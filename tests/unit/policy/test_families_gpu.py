@@ -13,16 +13,31 @@ from typing import Any
 import matrix_results
 import pytest
 import torch
-from matrix_cases import ROWS, Row, hf_model
-from model_families import drawn_model, family_config
+from engine_process import engine_process, engine_settings
+from matrix_cases import (
+    BATCHES,
+    GREEDY,
+    PROMPTS,
+    ROWS,
+    Row,
+    as_batch,
+    checkpoint_names,
+    hf_model,
+    policy_of,
+    steps,
+    with_tensors,
+)
+from model_families import drawn_model, family_config, save_family_folder
 from policy_cases import hf_logprobs, make_batch, make_settings, worker_of
+from resume_cases import weights_of
 from tiny_models import make_tokenizer
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.keys.policy import BatchingConfig
-from nemo_offload_rl.models.families import MEGATRON
+from nemo_offload_rl.models.families import DTENSOR, MEGATRON
 from nemo_offload_rl.models.page import PACKING
 from nemo_offload_rl.protocols.backend import ProcessInfo
+from nemo_offload_rl.weight_sync.refit import refit
 
 logger = logging.getLogger(__name__)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -65,3 +80,45 @@ def test_logprobs_padded_and_packed_are_hugging_faces_up_to_bfloat16_and_exports
             worker.export_hf(tmp_path / "hf")
         hf_model(tmp_path / "hf")
     matrix_results.write(Row(name, backend, tmp_path), ["import", "logprobs", PACKING, "hf/ folder"], machine="GPU")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "granitemoehybrid-moe-tied",
+        "granitemoehybrid-tied",
+        "lfm2-tied",
+        "lfm2_moe-tied",
+        "nemotron_h",
+        "nemotron_h-moe",
+    ],
+)
+def test_the_engine_computes_layers_with_states_with_the_weights_of_a_refit(tmp_path: Path, name: str) -> None:
+    """vLLM computes Mamba-2 on GPUs only; so no row of the CPU's matrix has seen it."""
+    the_engine_agrees_after_a_refit(Row(name, DTENSOR, tmp_path / "model"), GPU)
+
+
+def the_engine_agrees_after_a_refit(row: Row, process: ProcessInfo) -> None:
+    """Logprobs of sampled tokens are the worker's, and nearly Hugging Face's with the weights after a step."""
+    save_family_folder(row.folder, row.name)
+    with engine_process() as engine, row.worker(process=process) as worker:
+        engine.start(engine_settings(row.folder))
+        steps(worker, BATCHES[:1])
+        model = with_tensors(hf_model(row.folder), checkpoint_names(row, weights_of(worker)))
+        refit(policy_of(worker), engine)
+        answers = [samples[0] for samples in engine.generate(PROMPTS, GREEDY)]
+        worker.prepare_for_lp_inference()
+        batch = as_batch(answers)
+        logprobs_BS, expected_BS = worker.get_logprobs(batch), hf_logprobs(model, batch).detach()
+        for row_S, expected_S, prompt, answer in zip(logprobs_BS, expected_BS, PROMPTS, answers, strict=True):
+            end = len(prompt) + len(answer.token_ids)
+            in_engine, here, there = (
+                torch.tensor(answer.logprobs),
+                row_S[len(prompt) : end],
+                expected_S[len(prompt) : end],
+            )
+            logger.info(
+                "%s: engine %.2e, policy %.2e", row.name, (in_engine - there).abs().max(), (here - there).abs().max()
+            )
+            assert (in_engine - here).abs().mean() < 0.02
+            assert (here - there).abs().mean() < 0.02
