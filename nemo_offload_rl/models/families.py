@@ -379,6 +379,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
             refused={DTENSOR: _NEMOTRON_H},
         ),
         ModelFamily("olmo2", "OLMo 2", (DTENSOR,)),
+        ModelFamily("olmo_hybrid", "OLMo Hybrid", (DTENSOR,), state_mixer="GatedDeltaNet"),
         ModelFamily(
             "olmoe",
             "OLMoE",

@@ -19,6 +19,7 @@ _NUMBERS = ("factor", "attention_factor", "attn_factor", "extrapolation_factor",
 _MSCALES = ("short_mscale", "long_mscale")
 # Keys of engines; without them transformers computes the published function.
 _OF_ENGINES = ("attn_factor", "apply_yarn_scaling", *_MSCALES)
+_WITHOUT_ROTATION = ("olmo_hybrid",)  # families that rotate nothing if the base is null
 _IMAGE_AXES = ("mrope_section", "mrope_interleaved")
 
 
@@ -61,7 +62,7 @@ def malformed_rope(config: Mapping[str, Any]) -> str | None:
     for rope in each_rope(config):
         if (kind := rope_type({"rope_parameters": rope})) not in _KNOWN:
             return f"rope_type {kind}, but transformers knows {', '.join(_KNOWN)}"
-        if "rope_theta" in rope and rope["rope_theta"] is None:
+        if "rope_theta" in rope and rope["rope_theta"] is None and config.get("model_type") not in _WITHOUT_ROTATION:
             return "rope_theta null, but it is the base of the frequencies"
         for key in (*_NUMBERS, *_MSCALES):
             if not isinstance(value := rope.get(key) or 0.0, int | float):

@@ -99,6 +99,7 @@ SETTINGS: Mapping[str, tuple[Refusal, ...]] = {
         _TWO_MATRICES,
     ),
     "olmo2": (_BIASES_LEFT_OUT,),
+    "olmo_hybrid": (_BIASES_LEFT_OUT,),
     "olmo3": (_BIASES_LEFT_OUT,),
     "phi3": (_BIASES_ADDED,),
     "qwen3": (_BIASES_LEFT_OUT,),

@@ -211,6 +211,7 @@ _DELTA_NET = {
     "num_hidden_layers": 3,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
+_OLMO_HYBRID = {key: value for key, value in _DELTA_NET.items() if key != "head_dim"} | {"linear_value_head_dim": 64}
 # A layer that sees the last tokens only, and one that sees all.
 _WINDOW = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 _GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "initializer_range": 0.15, **_WINDOW}
@@ -319,6 +320,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo2": ("olmo2", published("olmo2")),
     "olmo3": ("olmo3", published("olmo3")),
+    "olmo_hybrid": ("olmo_hybrid", {**published("olmo-hybrid-7b"), **_OLMO_HYBRID}),
+    "olmo_hybrid-rotated": ("olmo_hybrid", {**_OLMO_HYBRID, "rope_parameters": {"rope_theta": 1e4}}),
     "olmoe": ("olmoe", {**_EXPERTS, **published("olmoe")}),
     "phi3": ("phi3", published("phi4")),
     "phi3-partial": ("phi3", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}),

@@ -48,14 +48,15 @@ _PACKAGES = {
 
 
 def norms_in_torch(config: Any) -> None:
-    """Let transformers build a family's norms from torch's operations, also where flash-linear-attention is installed.
+    """Let transformers build norms and short convolutions from torch's operations, also with flash-linear-attention.
 
     Norms of that package are made on the current GPU, whatever device the model is built on; building a model without
     memory, to check or to plan a run, would take a context of a GPU that this process does not own.
     """
     source = importlib.import_module(AutoModelForCausalLM._model_mapping[type(config)].__module__)
-    if hasattr(source, "FusedRMSNormGated"):
-        source.FusedRMSNormGated = None
+    for name in ("FusedRMSNormGated", "ShortConvolution"):
+        if hasattr(source, name):
+            setattr(source, name, None)
 
 
 def without_kernels(causal_lm: nn.Module) -> None:

@@ -31,8 +31,13 @@ logger = logging.getLogger(__name__)
 
 # Old checkpoints store these buffers, which the model now computes; `transformers` ignores them too.
 COMPUTED = r"rotary_emb\.inv_freq$"
-# transformers reads embeddings of Nemotron-H under another name too, and 5.12.1 saves them under that one.
-_NEVER_PUBLISHED = {("nemotron_h", "embeddings.weight"): ("embeddings.weight", "embedding.weight")}
+# transformers reads embeddings of Nemotron-H and norms of OLMo Hybrid under other names too, and 5.12.1 saves them so.
+# vLLM 0.25.1 does not read these names.
+_NEVER_PUBLISHED = {
+    ("nemotron_h", "embeddings.weight"): ("embeddings.weight", "embedding.weight"),
+    ("olmo_hybrid", "input_layernorm"): ("input_layernorm.weight", "attention_layer_norm.weight"),
+    ("olmo_hybrid", "post_attention_layernorm"): ("post_attention_layernorm.weight", "feedforward_layer_norm.weight"),
+}
 _FLOATS = {"F64", "F32", "F16", "BF16", torch.float64, torch.float32, torch.float16, torch.bfloat16}
 # The square of a larger weight overflows float32: norms divide by infinity, and all gradients are 0.
 LARGEST_WEIGHT = math.sqrt(torch.finfo(torch.float32).max)

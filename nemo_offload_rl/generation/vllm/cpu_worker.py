@@ -22,6 +22,7 @@ from vllm.model_executor.layers.fused_moe import cpu_fused_moe
 from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsFp8
+from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
@@ -47,8 +48,8 @@ class RefitCpuWorker(CPUWorker):
     vLLM's choice of experts takes sigmoid scores and biases of experts only with groups of experts; models without
     groups (MiniMax-M2) get one. Its attention kernel takes sinks (gpt-oss) in bfloat16 only, so they are rounded. Its
     rotary kernel rotates only one head of queries of shape [tokens, heads, size] (DeepSeek-V3), so these use the native
-    implementation. Its gated delta nets (Qwen3-Next, Qwen3.5) take bfloat16 only, so transformers' functions replace
-    them.
+    implementation. Its gated delta nets take bfloat16 only (Qwen3-Next, Qwen3.5) or a GPU (OLMo Hybrid), so
+    transformers' functions replace them.
     """
 
     def init_device(self) -> None:
@@ -70,6 +71,8 @@ class RefitCpuWorker(CPUWorker):
         cpu_fused_moe.select_experts = _experts_of_one_group
         RotaryEmbedding.forward_cpu = _rotated
         gdn_attention.cpu_gdn_attention_core = _delta_net
+        olmo_gdn_linear_attn.OlmoHybridGatedDeltaNetAttention._forward_core = _compute_delta_net
+        olmo_gdn_linear_attn.set_triton_allocator = _no_allocator
         torch.cpu._is_amx_tile_supported = _no_amx
         _POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU] = [PlainFp8Kernel]
         cpu_moe.prepare_fp8_moe_layer_for_cpu = _as_they_are
@@ -79,6 +82,10 @@ class RefitCpuWorker(CPUWorker):
 
 def _no_grouped_gemm(self: object, layer: object) -> tuple[bool, str]:
     return False, "none"
+
+
+def _no_allocator(device: torch.device) -> None:
+    """Leave out what Triton's kernels need."""
 
 
 def _no_amx() -> bool:
@@ -102,12 +109,17 @@ def _rotated(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = N
 
 
 def _delta_net(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_name: LayerNameType) -> None:
-    """Compute gated delta nets of each sequence, from its states in the cache, in float32; see vLLM's function."""
-    context = get_forward_context()
-    if not isinstance(context.attn_metadata, dict):  # vLLM measures memory
+    """Compute gated delta nets of Qwen's families; see vLLM's function."""
+    layer = get_forward_context().no_compile_layers[_resolve_layer_name(layer_name)]
+    _compute_delta_net(layer, mixed_qkv, b, a, core_attn_out)
+
+
+def _compute_delta_net(layer: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> None:
+    """Compute a gated delta net of each sequence, from its states in the cache, in float32."""
+    of_layers = get_forward_context().attn_metadata
+    if not isinstance(of_layers, dict):  # vLLM measures memory
         return
-    layer: Any = context.no_compile_layers[_resolve_layer_name(layer_name)]
-    metadata: Any = context.attn_metadata[layer.prefix]
+    metadata: Any = of_layers[layer.prefix]
     num_decodes, num_sequences = metadata.num_decodes, metadata.num_decodes + metadata.num_prefills
     bounds = metadata.non_spec_query_start_loc[: num_sequences + 1].tolist()
     slots = metadata.non_spec_state_indices_tensor[:num_sequences].tolist()
@@ -125,13 +137,14 @@ def _delta_net(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, l
         query, key, value = layer.rearrange_mixed_qkv(mixed[0].T)
         query, key = (it.repeat_interleave(value.shape[2] // it.shape[2], dim=2) for it in (query, key))
         decay = -layer.A_log.float().exp() * nn.functional.softplus(a[start:end].float() + layer.dt_bias.float())
+        largest = 2.0 if getattr(layer, "allow_neg_eigval", False) else 1.0
         rule = torch_recurrent_gated_delta_rule if end - start == 1 else torch_chunk_gated_delta_rule
         found, state = rule(
             query,
             key,
             value,
             g=decay.unsqueeze(0),
-            beta=b[start:end].float().sigmoid().unsqueeze(0),
+            beta=largest * b[start:end].float().sigmoid().unsqueeze(0),
             initial_state=states[slot : slot + 1].float() if has_state else None,
             output_final_state=True,
             use_qk_l2norm_in_kernel=True,

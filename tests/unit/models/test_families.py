@@ -45,6 +45,8 @@ UNSPLIT = {
     "lfm2-tied": "does not split layers with states, which lfm2 has",
     "llama-odd": "does not divide the 389 tokens of the vocabulary",
     "nemotron_h": "does not split layers with states, which nemotron_h has",
+    "olmo_hybrid": "does not split layers with states, which olmo_hybrid has",
+    "olmo_hybrid-rotated": "does not split layers with states, which olmo_hybrid has",
     "qwen3_5-tied": "does not split layers with states, which qwen3_5_text has",
     "stablelm": "declares no tensor-parallel plan for stablelm",
 }
