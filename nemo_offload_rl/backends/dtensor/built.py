@@ -122,6 +122,10 @@ class BuiltModel:
             freeze(causal_lm, compute_dtype)
         if settings.dtensor_cfg.activation_checkpointing and not is_frozen:
             causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            if not lora_cfg.enabled:
+                # Embeddings are trained. Its hook would require gradients in passes without any too, so that the first
+                # layer is compiled by itself.
+                causal_lm.disable_input_require_grads()
         if lora_cfg.enabled:
             add_adapters(causal_lm, lora_cfg, settings.seed)
         layers, shard = decoder_layers(causal_lm), VocabShard(0, None)
@@ -150,7 +154,7 @@ class BuiltModel:
         self.fsdp_root = parallel.apply_fsdp(self.module, layers, meshes, compute_dtype, units)
         if settings.dtensor_cfg.activation_checkpointing and not is_frozen:
             for layer in layers:
-                parallel.cast_when_computed_again(layer, compute_dtype)
+                parallel.prepare_when_computed_again(layer, compute_dtype)
         outer = [modules[0] for modules in units]
         in_order = [*outer[:1], *self.layers, *outer[1:]] if units else []
         materialize(self.module, self._device, empty={it for unit in in_order for it in unit.parameters()})

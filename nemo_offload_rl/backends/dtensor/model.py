@@ -8,6 +8,7 @@ Shape suffixes: B rows of S columns of the micro-batch; R rows of L tokens of th
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
@@ -146,15 +147,16 @@ def can_be_compiled(causal_lm: nn.Module) -> bool:
     return not expert_modules(causal_lm) and not has_states(causal_lm)
 
 
-def compile_layers(layers: nn.ModuleList) -> None:
+def compile_layers(layers: Iterable[nn.Module]) -> None:
     """Compile each layer's `forward` at its first call, for all batch sizes at once.
 
     A layer compiled for the first size alone is compiled again at the next one, which may come hours later: in one run
     the fifth step then took 14 s instead of 0.6 s. Hooks of FSDP and checkpointing are not compiled.
 
-    All layers share one limit of compilations. Training, recomputation, logprobs and single rows each need their own,
-    more than torch's 8. Above the limit a layer runs uncompiled. If that begins between a forward pass and its
-    recomputation, the two save different tensors, and the backward pass fails (`CheckpointError`).
+    All layers of a kind share the compiled code, and all layers one limit of compilations. For each kind, training,
+    logprobs and single rows need their own, more than torch's 8. Above the limit a layer runs uncompiled. If that
+    begins between a forward pass and its recomputation, the two save different tensors, and the backward pass fails
+    (`CheckpointError`).
 
     Floats of a layer, such as a norm's epsilon, are constants. Otherwise torch makes them inputs of the graph, meets
     one that has to be constant, such as attention's scale, and starts again. No cache has the first attempt.

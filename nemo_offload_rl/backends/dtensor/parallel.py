@@ -219,12 +219,20 @@ def reshard_all(root: FSDPModule) -> None:
     root.set_reshard_after_forward(False, recurse=False)
 
 
-def cast_when_computed_again(layer: nn.Module, dtype: torch.dtype) -> None:
-    """Cast a checkpointed layer's inputs in its recomputation too, where FSDP's own hook does not.
+def prepare_when_computed_again(layer: nn.Module, dtype: torch.dtype) -> None:
+    """Give a checkpointed layer inputs in its recomputation like those in its forward pass; FSDP's hook does not.
 
-    OLMo 2 and ERNIE 4.5 have float32 rotary angles, whatever the type of hidden states.
+    FSDP casts inputs, which matters to OLMo 2 and ERNIE 4.5: their rotary angles are float32, whatever the type of
+    hidden states. And it passes hidden states as a view, without which a compiled layer is compiled again.
     """
-    layer.register_forward_pre_hook(lambda _layer, args, kwargs: cast_inputs((args, kwargs), dtype), with_kwargs=True)
+
+    def prepare(_layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        (hidden, *others), kwargs = cast_inputs((args, kwargs), dtype)
+        if hidden.requires_grad and not hidden._is_view():
+            hidden = hidden.view_as(hidden)
+        return (hidden, *others), kwargs
+
+    layer.register_forward_pre_hook(prepare, with_kwargs=True)
 
 
 # -- a unit without its hooks, for one rank

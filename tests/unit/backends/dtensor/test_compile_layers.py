@@ -6,10 +6,12 @@ from functools import partial
 
 import pytest
 import torch
+from policy_cases import make_batch, one_rank_worker, save_family
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn.functional import scaled_dot_product_attention
 
+from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.backends.dtensor.model import compile_layers
 
 
@@ -47,11 +49,25 @@ def test_layers_of_varying_sizes_are_compiled_once_and_compute_the_same(num_rows
     assert counters["aot_autograd"]["total"] == 1  # 2 if a constant makes the compiler start again
 
 
-def test_more_kinds_of_passes_than_torch_allows_by_itself_are_all_compiled(monkeypatch):
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+@torch._dynamo.config.patch(recompile_limit=8)
+def test_more_kinds_of_passes_than_torch_allows_by_itself_are_all_compiled():
     layers, num_kinds = nn.ModuleList([Layer(), Layer()]), 12
     compile_layers(layers)
     for number in range(num_kinds):
         for layer in layers:
             layer(torch.randn(2, 3, 8), longest=1, kind="k" * number)
     assert counters["stats"]["unique_graphs"] == num_kinds
+
+
+def test_all_layers_share_one_graph_for_logprobs_and_one_for_training_with_recomputation(tmp_path):
+    save_family(tmp_path, "qwen3")
+    sizes = {"train_micro_batch_size": 2, "logprob_batch_size": 2}
+    with one_rank_worker(tmp_path, activation_checkpointing=True, **sizes) as worker:
+        compile_layers(worker._backend._built.layers)
+        for width in (14, 10):
+            worker.prepare_for_lp_inference()
+            worker.get_logprobs(make_batch(width=width))
+            worker.prepare_for_training()
+            worker.forward_backward(make_batch(width=width), NLLLoss())
+            worker.zero_grad()
+    assert counters["stats"]["unique_graphs"] == 2
