@@ -13,6 +13,14 @@ from nemo_offload_rl.migrate.draft import Draft, converts
 from nemo_offload_rl.models.families import DTENSOR, FAMILIES
 from nemo_offload_rl.models.towers import WHOLE_MODELS, language_config
 
+_FUSED_ADAM = "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"
+_ROUTER_LOSS = "router_aux_loss_coef"
+_AUTOMODEL_KERNELS = (
+    *("_target_", "attn", "linear", "rms_norm", "experts", "dispatcher", "enable_deepep"),
+    *("enable_hf_state_dict_adapter", "rope_fusion", "enable_fsdp_optimizations"),
+)
+# Families of experts whose routers Automodel trains as Hugging Face does, but for the auxiliary loss of config.json.
+_PLAIN_IN_AUTOMODEL = ("gpt_oss", "qwen3_5_moe", "qwen3_moe")
 _KERNELS = ("moe_backend", "kernel_config", "mm_processor_cache_gb")
 
 
@@ -78,6 +86,8 @@ def _vllm_kwargs(draft: Draft) -> None:
         key = f"{section}.{name}"
         if name == "kv_cache_memory_bytes":
             draft.rename(key, "policy.generation.vllm_cfg.kv_cache_memory_gib", draft.number(key, 0) / 2**30, "in GiB")
+        elif name == "language_model_only" and value is True:
+            draft.ignore(key, "the engine builds the language model alone")
         elif name in _KERNELS:
             draft.ignore(key, "chooses kernels; here vLLM chooses them")
         elif name in ALLOWED and name not in REFUSED and name not in OWN_KEYS:
@@ -167,6 +177,10 @@ def _optimizer(draft: Draft) -> None:
             draft.convert(key, None, "Megatron's is in megatron_cfg")
         return
     optimizer = draft.section("policy.optimizer")
+    if optimizer.get("name") == _FUSED_ADAM:
+        _fused_adam(draft)
+        draft.keep("policy.scheduler", draft.get("policy.scheduler"))
+        return
     if not str(optimizer.get("name", "")).startswith("torch.optim."):
         draft.missing("policy.optimizer.name", f"optimizer {optimizer.get('name')}")
         return
@@ -174,6 +188,53 @@ def _optimizer(draft: Draft) -> None:
         draft.keep(f"policy.optimizer.{key}", optimizer.get(key, {}))
     entries = draft.get("policy.scheduler")
     draft.keep("policy.scheduler", entries)
+
+
+def _fused_adam(draft: Draft) -> None:
+    """Convert Transformer Engine's AdamW, which with master weights computes as `nemo_offload_rl.optim.AdamW`."""
+    section = "policy.optimizer.kwargs"
+    given = {"exp_avg_dtype": "float32", "exp_avg_sq_dtype": "float32", **draft.section(section)}
+    types = {name: str(given.pop(name)).removeprefix("torch.") for name in ("exp_avg_dtype", "exp_avg_sq_dtype")}
+    kept = {name: given.pop(name) for name in ("lr", "betas", "eps", "weight_decay") if name in given}
+    given.pop("store_param_remainders", None)  # a form of the master weights
+    if given != {"master_weights": True} or not set(types.values()) <= {"float32", "bfloat16"}:
+        draft.missing("policy.optimizer.name", f"optimizer {_FUSED_ADAM} with other arguments")
+        return
+    note = "parameters are float32, as the master weights there; 16-bit moments are rounded up or down at random"
+    draft.convert("policy.optimizer.name", "nemo_offload_rl.optim.AdamW", note)
+    draft.convert(section, kept | types, note)
+
+
+@converts(
+    "policy.dtensor_cfg.automodel_kwargs.backend policy.dtensor_cfg.automodel_kwargs.backend.*",
+    reads="policy.model_name policy.hf_config_overrides",
+)
+def _automodel(draft: Draft) -> None:
+    """Ignore the kernels of Automodel's models, unless these also train in another way than Hugging Face's."""
+    section = "policy.dtensor_cfg.automodel_kwargs.backend"
+    if not draft.section(section):
+        return
+    for name, value in draft.section(section).items():
+        if name in _AUTOMODEL_KERNELS or (name == "fake_balanced_gate" and not value):
+            draft.ignore(f"{section}.{name}", "kernels and transport of Automodel's models, which change rounding only")
+        else:
+            draft.missing(f"{section}.{name}", "Automodel's models")
+    model, overrides = draft.get("policy.model_name"), draft.section("policy.hf_config_overrides")
+    text = draft.section("policy.hf_config_overrides.text_config")
+    loss = text.get(_ROUTER_LOSS, overrides.get(_ROUTER_LOSS))
+    if has_experts(model) is not False and not (model_type(model) in _PLAIN_IN_AUTOMODEL and loss == 0):
+        # Others move biases of experts after each step, freeze routers, or add config.json's auxiliary loss.
+        draft.missing(section, "Automodel's models")
+
+
+@converts(reads="policy.hf_config_overrides.router_aux_loss_coef")
+def _router_loss(draft: Draft) -> None:
+    """Leave out an auxiliary loss of 0, which config.json of a model's part or of another version may not have."""
+    if not draft.get("policy.dtensor_cfg.enabled"):
+        return
+    for key in ("policy.hf_config_overrides", "policy.hf_config_overrides.text_config"):
+        if draft.section(key).get(_ROUTER_LOSS) == 0:
+            draft.ignore(f"{key}.{_ROUTER_LOSS}", "routers have no auxiliary loss with this backend")
 
 
 @converts("policy.megatron_cfg.scheduler.lr_warmup_iters policy.megatron_cfg.scheduler.lr_decay_iters")

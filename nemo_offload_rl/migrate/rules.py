@@ -249,6 +249,18 @@ IGNORED: Mapping[str, Rule] = {
         *_in("policy.generation.vllm_cfg", "reset_encoder_cache_after_weight_update skip_tokenizer_init"),
     ),
     **_ignored(
+        "towers for images and sound are not built, since rows are text",
+        *_in(
+            "policy.dtensor_cfg.automodel_kwargs.freeze_config",
+            "freeze_vision_tower freeze_audio_tower",
+        ),
+        *_in("policy.megatron_cfg.freeze_config", "freeze_vision_model freeze_vision_projection"),
+    ),
+    **_ignored(
+        "chooses kernels, which change rounding only",
+        *_in("policy.dtensor_cfg.automodel_kwargs", "attn_implementation use_liger_kernel use_sdpa_patching"),
+    ),
+    **_ignored(
         "the gradient does not depend on how rows are packed into micro-batches",
         "policy.sequence_packing.algorithm",
         "policy.sequence_packing.microbatch_order",
@@ -279,6 +291,7 @@ IGNORED: Mapping[str, Rule] = {
     **_ignored("NeMo-RL reads it in PPO only", "loss_fn.positive_example_nll_weight"),
     **_ignored("is 1 unless a data set says otherwise", "data.num_prompts_per_dataloader"),
 }
+_FREEZES = ("policy.dtensor_cfg.automodel_kwargs.freeze_config", "policy.megatron_cfg.freeze_config")
 FEATURES: Mapping[str, Rule] = {
     # Another way to run.
     **_off("on-policy distillation", "on_policy_distillation", "on_policy_distillation.*"),
@@ -309,13 +322,10 @@ FEATURES: Mapping[str, Rule] = {
         "policy.dtensor_cfg.automodel_kwargs",
         values=({}, None),
     ),
-    **_off(
-        "Automodel's models",
-        "policy.dtensor_cfg.automodel_kwargs.force_hf",
-        "policy.dtensor_cfg.automodel_kwargs.use_liger_kernel",
-        values=(True, False, None),
-    ),
-    **_off("Automodel's models", "policy.dtensor_cfg.automodel_kwargs.use_liger_kernel"),
+    **_off("Automodel's models", "policy.dtensor_cfg.automodel_kwargs.force_hf", values=(True, False, None)),
+    **_off("frozen parts of the model", "policy.dtensor_cfg.automodel_kwargs.freeze_config.*", values=()),
+    **_off("frozen parts of the model", *(f"{_FREEZE}.freeze_language_model" for _FREEZE in _FREEZES)),
+    **_off("a base model that stays in 8 or 4 bits", "policy.dequantize_base_checkpoint", values=(True,)),
     **_off("overrides of Megatron's model", "policy.megatron_cfg.model_overrides.*", values=()),
     **_off("overrides of Megatron's model", "policy.megatron_cfg.model_overrides", values=({}, None)),
     **_off(

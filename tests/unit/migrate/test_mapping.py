@@ -68,6 +68,30 @@ EIGHT_BITS = {
 }
 
 
+FUSED_ADAM = {
+    "name": "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam",
+    "kwargs": {"lr": 1e-6, "exp_avg_dtype": "torch.bfloat16", "master_weights": True, "store_param_remainders": True},
+}
+AUTOMODEL = {
+    "policy__model_name": "Qwen/Qwen3-30B-A3B",
+    "policy__hf_config_overrides": {"router_aux_loss_coef": 0.0},
+    "policy__dtensor_cfg__automodel_kwargs": {
+        "backend": {"_target_": "BackendConfig", "attn": "flash", "experts": "gmm", "fake_balanced_gate": False},
+        "freeze_config": {"freeze_vision_tower": True, "freeze_language_model": False},
+        "use_liger_kernel": True,
+    },
+}
+# Automodel trains these in another way than Hugging Face's model.
+NOT_PLAIN: list[dict[str, Any]] = [
+    {"policy__hf_config_overrides": {}},
+    {"policy__hf_config_overrides": {"router_aux_loss_coef": 0.001}},
+    {"policy__model_name": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16"},
+    {"policy__model_name": "zai-org/GLM-4.7-Flash"},
+    {"policy__dtensor_cfg__automodel_kwargs": {"backend": {"attn": "flash", "fake_balanced_gate": True}}},
+    {"policy__dtensor_cfg__automodel_kwargs": {"backend": {"gate_precision": "float64"}}},
+]
+
+
 def changed(config: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
     """A copy with values at dotted keys, whose dots are written as two underscores."""
     copied = copy.deepcopy(dict(config))
@@ -416,6 +440,16 @@ MOE = {**MEGATRON, "policy__model_name": "Qwen/Qwen3-30B-A3B"}
          "policy.dtensor_cfg.lora_cfg.target_modules", ["*_proj"]),
         ({"policy__dtensor_cfg__lora_cfg": {"enabled": True, "match_all_linear": False, "target_modules": ["q_proj"]}},
          "policy.dtensor_cfg.lora_cfg.target_modules", ["q_proj"]),
+        ({"policy__optimizer": FUSED_ADAM}, "policy.optimizer.name", "nemo_offload_rl.optim.AdamW"),
+        ({"policy__optimizer": FUSED_ADAM}, "policy.optimizer.kwargs",
+         {"lr": 1e-6, "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "float32"}),
+        (AUTOMODEL, "policy.model_name", "Qwen/Qwen3-30B-A3B"),
+        (AUTOMODEL, "policy.hf_config_overrides.router_aux_loss_coef", None),
+        ({**AUTOMODEL, "policy__model_name": "Qwen/Qwen3-8B", "policy__hf_config_overrides": {}},
+         "policy.model_name", "Qwen/Qwen3-8B"),
+        ({"policy__generation__vllm_kwargs": {"language_model_only": True}}, "policy.generation.vllm_kwargs", {}),
+        ({"policy__megatron_cfg__freeze_config": {"freeze_vision_model": True, "freeze_language_model": False}},
+         "policy.megatron_cfg.freeze_config", None),
         ({}, "grpo.max_token_mult_prob_error", None),
         ({}, "data.add_bos", False),
         ({}, "data.overlong_rows", "mask"),
@@ -492,6 +526,13 @@ def test_what_counts_of_a_message_depends_on_whether_the_prompt_has_the_speakers
          "updates of expert biases (of a model that is not known to have them)"),
         ("grpo", {**MOE, "policy__megatron_cfg__moe_router_enable_expert_bias": True},
          "biases of experts (of a model that is not known to have them)"),
+        ("grpo", {"policy__optimizer": {**FUSED_ADAM, "kwargs": {"lr": 1e-6}}},
+         f"optimizer {FUSED_ADAM['name']} with other arguments"),
+        *(("grpo", {**AUTOMODEL, **other}, "Automodel's models") for other in NOT_PLAIN),
+        ("sft", {"policy__dtensor_cfg__automodel_kwargs": {"freeze_config": {"freeze_language_model": True}}},
+         "frozen parts of the model"),
+        ("grpo", {"policy__generation__vllm_kwargs": {"language_model_only": False}},
+         "policy.generation.vllm_kwargs.language_model_only"),
         ("distillation", {"teacher__generation__temperature": 0.5}, "a teacher with a temperature of its own"),
         ("distillation", {"teacher__dtensor_cfg__enabled": False},
          "a teacher on another backend than the policy's"),
