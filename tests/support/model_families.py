@@ -314,6 +314,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral-window-tied": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}),
     "nemotron": ("nemotron", published("nemotron")),
     "nemotron_h": ("nemotron_h", {**published("nemotron-h-8b"), **_NEMOTRON_H, "hybrid_override_pattern": "M-*M"}),
+    "nemotron_h-latent": (
+        "nemotron_h",
+        {**_NEMOTRON_H, **_NEMOTRON_MOE, "moe_latent_size": 64, "hybrid_override_pattern": "ME*E"},
+    ),
     "nemotron_h-moe": (
         "nemotron_h",
         {**published("nemotron-3-nano"), **_NEMOTRON_H, **_NEMOTRON_MOE, "hybrid_override_pattern": "ME*E"},

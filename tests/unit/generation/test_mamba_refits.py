@@ -63,7 +63,7 @@ def refits_all_states(folder: Path, name: str) -> None:
             assert torch.equal(tensor, expected[f"{place}.experts.{'up' if kind.startswith('w13') else 'down'}_proj"])
 
 
-@pytest.mark.parametrize("name", ["granitemoehybrid-moe-tied", "nemotron_h", "nemotron_h-moe"])
+@pytest.mark.parametrize("name", ["granitemoehybrid-moe-tied", "nemotron_h", "nemotron_h-latent", "nemotron_h-moe"])
 def test_a_refit_writes_every_state_of_the_engine_and_the_rates_that_it_derives(tmp_path: Path, name: str) -> None:
     process = multiprocessing.get_context("spawn").Process(target=refits_all_states, args=(tmp_path, name))
     process.start()
