@@ -38,13 +38,16 @@ WHOLE: dict[str, tuple[str, str, dict[str, Any]]] = {
 _TEXT_TYPES = {"qwen3_vl": "qwen3_vl_text"}
 
 
-def save_whole_folder(path: Path, name: str, *, newer_names: bool = False) -> Any:
-    """Write weights, config, processor and tokenizer of a drawn model, under the hub's names or newer ones."""
+def save_whole_folder(path: Path, name: str, *, newer_names: bool = False, **sizes: Any) -> Any:
+    """Write weights, config, processor and tokenizer of a drawn model, under the hub's names or newer ones.
+
+    `sizes` replace settings of the language model.
+    """
     kind, family, changes = WHOLE[name]
     is_tied = name.endswith("-tied")
     text = family_config(family).to_dict() | {"model_type": _TEXT_TYPES.get(kind, FAMILIES[family][0])}
     text |= changes.get("text_config", {})
-    text |= {"tie_word_embeddings": is_tied}
+    text |= {"tie_word_embeddings": is_tied, **sizes}
     whole = {"vision_config": _TOWERS[kind], **changes, "text_config": text, "tie_word_embeddings": is_tied}
     config = AutoConfig.for_model(kind, **whole)
     with torch.random.fork_rng(devices=[]), torch.no_grad():

@@ -31,6 +31,7 @@ from model_families import drawn_model, family_config, save_family_folder
 from policy_cases import hf_logprobs, make_batch, make_settings, worker_of
 from resume_cases import weights_of
 from tiny_models import make_tokenizer
+from whole_models import WHOLE, save_whole_folder, whole_model
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.keys.policy import BatchingConfig
@@ -122,3 +123,24 @@ def the_engine_agrees_after_a_refit(row: Row, process: ProcessInfo) -> None:
             )
             assert (in_engine - here).abs().mean() < 0.02
             assert (here - there).abs().mean() < 0.02
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_language_models_of_folders_that_read_images_are_hugging_faces_and_exports_load(
+    tmp_path: Path, name: str
+) -> None:
+    model = save_whole_folder(tmp_path / "model", name, initializer_range=0.05)
+    batch = make_batch(num_rows=8, width=24)
+    expected = hf_logprobs(model, batch).detach()
+    for packing in (None, PACKED):
+        changes: dict[str, Any] = {} if packing is None else {"sequence_packing": packing}
+        settings = make_settings(tmp_path / "model", backend=DTENSOR, precision="bfloat16", **changes)
+        with worker_of(settings, GPU) as worker:
+            worker.prepare_for_lp_inference()
+            difference = (worker.get_logprobs(batch) - expected).abs()
+            logger.info("%s, %s: mean %.2e max %.2e", name, packing, difference.mean(), difference.max())
+            assert difference.mean() < 0.02
+            worker.prepare_for_training()
+            worker.train(batch, NLLLoss())
+            worker.export_hf(tmp_path / "hf")
+        whole_model(tmp_path / "hf")
