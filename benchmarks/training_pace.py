@@ -13,22 +13,27 @@ Each variant gets a process of its own, and takes passes with GRPO's loss over r
 - the share of the seconds in which any kernel ran: a pass is traced on the GPU's side only, which hardly slows the
   host, and its kernels' seconds are divided by those of passes without a trace;
 - kernels of a micro-batch;
+- seconds of the first pass, which compiles, and its graphs, with how many of them the cache on disk had. That cache is
+  in a new folder, so "as configured" compiles and "caches warm", a process of its own, finds it;
 - on a CPU, the operations that the host dispatches for a micro-batch, which are the same in every run;
 - the allocator's peak, and whether the loss is bit for bit that of the first variant.
 
 A pass whose kernels take most of its seconds is at the GPU's pace. The shape `narrow` has Qwen3-0.6B's layers with a
 hidden size of 64, so on a CPU nearly all of its seconds are the host's.
 
-Variants of DTensor: as configured; FSDP's own work for a single rank; layers not compiled; other attention (named as in
-transformers); Liger's kernels for norms, rotary angles and SwiGLU, in layers that are not compiled. A variant whose
-package is missing says so.
+Variants of DTensor: as configured; the same again; integers of modules, such as a head's size, as constants, while
+torch makes them inputs of the graphs in modules that FSDP wraps; FSDP's own work for a single rank; layers not
+compiled; other attention (named as in transformers); Liger's kernels for norms, rotary angles and SwiGLU, in layers
+that are not compiled. A variant whose package is missing says so.
 Docs: docs/measurements/training.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -41,6 +46,7 @@ import torch
 from common import GIB
 from qwen3_shapes import SHAPES, TIED
 from step_trace import busy_us
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_profile import gpu_events
 from workers import DTENSOR, Run, Variant, on_device, random_batch, run_variants, worker_of
@@ -51,6 +57,22 @@ def fsdp_itself() -> None:
     from nemo_offload_rl.backends.dtensor import parallel
 
     parallel.use_one_rank = lambda units: None
+
+
+def constant_sizes() -> None:
+    """Let the compiler treat integers of modules as constants, as it does for modules that FSDP has not wrapped."""
+    from nemo_offload_rl.backends.dtensor import parallel
+
+    original = parallel.apply_fsdp
+
+    def apply_fsdp(root: Any, layers: Any, *rest: Any) -> Any:
+        wrapped = original(root, layers, *rest)
+        for layer in layers:
+            for module in layer.modules():
+                module._is_fsdp_managed_module = False
+        return wrapped
+
+    parallel.apply_fsdp = apply_fsdp
 
 
 def attention(name: str) -> None:
@@ -73,6 +95,8 @@ NOT_COMPILED = (f"{DTENSOR}.torch_compile=false",)
 VARIANTS = {
     "dtensor": (
         Variant("as configured"),
+        Variant("caches warm"),
+        Variant("constant sizes"),
         Variant("FSDP itself"),
         Variant("not compiled", NOT_COMPILED),
         Variant("Liger", NOT_COMPILED),
@@ -82,6 +106,7 @@ VARIANTS = {
     "megatron": (Variant("as configured"),),
 }
 CHANGES: dict[str, Callable[[], None]] = {
+    "constant sizes": constant_sizes,
     "FSDP itself": fsdp_itself,
     "Liger": liger,
     "flash_attention_2": partial(attention, "flash_attention_2"),
@@ -159,7 +184,10 @@ def pace(run: Run, run_pass: Callable[[], Any], size: int, forwards: int) -> dic
         return time.perf_counter() - begin
 
     results: list[Any] = []
-    for _ in range(run.warmup_steps):
+    counters.clear()
+    first_s = timed()
+    graphs = counters["aot_autograd"]
+    for _ in range(run.warmup_steps - 1):
         timed()
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -175,6 +203,9 @@ def pace(run: Run, run_pass: Callable[[], Any], size: int, forwards: int) -> dic
     events = gpu_events(run_pass) if on_gpu else []
     return {
         "micro_batch_ms": median_s / number * 1000,
+        "first_s": first_s,
+        "graphs": graphs["total"],
+        "graphs_in_cache": graphs["autograd_cache_hit"],
         "fastest_ms": min(seconds) / number * 1000,
         "mfu": flops / (median_s * peak) if peak else 0.0,
         "busy": busy_us(events) / 1e6 / median_s,
@@ -187,7 +218,7 @@ def pace(run: Run, run_pass: Callable[[], Any], size: int, forwards: int) -> dic
 
 def print_passes(rows: list[dict[str, Any]]) -> None:
     """A line for each variant and size."""
-    columns = ("ms", "of first", "MFU", "GPU busy", "kernels", "operations", "peak GiB", "result")
+    columns = ("ms", "of first", "first s", "graphs", "MFU", "GPU busy", "kernels", "operations", "peak GiB", "result")
     print(f"{'variant':26}{'pass':22}" + "".join(f"{column:>11}" for column in columns))
     first: dict[str, dict[str, Any]] = {}
     for row in rows:
@@ -198,6 +229,7 @@ def print_passes(rows: list[dict[str, Any]]) -> None:
                 continue
             base = first.setdefault(name, found)
             cells = [f"{found['micro_batch_ms']:.1f}", f"{found['micro_batch_ms'] / base['micro_batch_ms']:.3f}"]
+            cells += [f"{found['first_s']:.1f}", f"{found['graphs']} ({found['graphs_in_cache']})"]
             cells += [f"{found['mfu']:.1%}", f"{found['busy']:.1%}"]
             cells += [f"{found[key]:.0f}" for key in ("kernels", "dispatched")] + [f"{found['peak_gib']:.2f}"]
             cells.append("equal" if found["result"] == base["result"] else "differs")
@@ -224,7 +256,9 @@ def main() -> None:
     run = Run(
         args.shape, "", args.device, (args.length,), args.rows, args.passes, 2, tuple(args.overrides), args.backend
     )
-    results = run_variants(args, run, variants, partial(measure, sizes=sizes), ties_embeddings=args.shape in TIED)
+    with tempfile.TemporaryDirectory() as caches:
+        os.environ |= {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/torch", "TRITON_CACHE_DIR": f"{caches}/triton"}
+        results = run_variants(args, run, variants, partial(measure, sizes=sizes), ties_embeddings=args.shape in TIED)
     print_passes(results["rows"])
 
 
