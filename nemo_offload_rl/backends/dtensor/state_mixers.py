@@ -13,7 +13,7 @@ called with hidden states [1, L, H] (as first argument, or `hidden_states`), wit
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -59,7 +59,7 @@ def norms_in_torch(config: Any) -> None:
             setattr(source, name, None)
 
 
-def without_kernels(causal_lm: nn.Module) -> None:
+def without_kernels(causal_lm: Any) -> None:
     """Let gated delta nets compute with torch's operations, which run on any device, also without memory."""
     for mixer in causal_lm.modules():
         source = importlib.import_module(type(mixer).__module__)
@@ -70,7 +70,7 @@ def without_kernels(causal_lm: nn.Module) -> None:
         setattr(causal_lm, _TAKES_BOUNDS, False)
 
 
-def keep_sequences_apart(causal_lm: Any, layers: Sequence[nn.Module]) -> None:
+def keep_sequences_apart(causal_lm: Any, layers: Iterable[nn.Module]) -> None:
     """Prepare a model for packed rows: each sequence begins with an empty state. Other families stay unchanged.
 
     Args:
@@ -80,7 +80,9 @@ def keep_sequences_apart(causal_lm: Any, layers: Sequence[nn.Module]) -> None:
     kind = state_mixer(causal_lm.config.to_dict())
     if kind is None:
         return
-    mixers = [[part for part in layer.modules() if type(part).__name__.endswith(kind)] for layer in layers]
+    mixers: list[list[Any]] = [
+        [part for part in layer.modules() if type(part).__name__.endswith(kind)] for layer in layers
+    ]
     takes_bounds = all(
         type(mixer).__name__ in _PASS_BOUNDS and _has_kernels(mixer) for several in mixers for mixer in several
     )
@@ -156,6 +158,6 @@ def _by_sequence(mixer: nn.Module, forward: Callable[..., Tensor], *args: Any, *
     if "hidden_states" in kwargs:
         hidden_1LH = kwargs.pop("hidden_states")
     else:
-        hidden_1LH, *args = args
+        hidden_1LH, args = args[0], args[1:]
     parts = [forward(part, *args, **kwargs) for part in hidden_1LH.split(lengths, dim=1) if part.shape[1]]
     return torch.cat(parts, dim=1)

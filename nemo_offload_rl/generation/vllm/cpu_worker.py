@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from vllm.model_executor.layers.fused_moe import cpu_fused_moe
 from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsFp8
-from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn
+from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn as olmo
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
@@ -71,8 +71,9 @@ class RefitCpuWorker(CPUWorker):
         cpu_fused_moe.select_experts = _experts_of_one_group
         RotaryEmbedding.forward_cpu = _rotated
         gdn_attention.cpu_gdn_attention_core = _delta_net
-        olmo_gdn_linear_attn.OlmoHybridGatedDeltaNetAttention._forward_core = _compute_delta_net
-        olmo_gdn_linear_attn.set_triton_allocator = _no_allocator
+        of_olmo: Any = olmo
+        of_olmo.OlmoHybridGatedDeltaNetAttention._forward_core = _compute_delta_net
+        of_olmo.set_triton_allocator = _no_allocator
         torch.cpu._is_amx_tile_supported = _no_amx
         _POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU] = [PlainFp8Kernel]
         cpu_moe.prepare_fp8_moe_layer_for_cpu = _as_they_are
@@ -139,7 +140,7 @@ def _compute_delta_net(layer: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, core
         decay = -layer.A_log.float().exp() * nn.functional.softplus(a[start:end].float() + layer.dt_bias.float())
         largest = 2.0 if getattr(layer, "allow_neg_eigval", False) else 1.0
         rule = torch_recurrent_gated_delta_rule if end - start == 1 else torch_chunk_gated_delta_rule
-        found, state = rule(
+        found, state = cast(Any, rule)(
             query,
             key,
             value,

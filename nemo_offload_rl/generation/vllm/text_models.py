@@ -6,20 +6,31 @@ for the sizes and types of its states.
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.model_executor.models import qwen3_5
 from vllm.model_executor.models.interfaces import IsHybrid
+
+_WithImages: Any = qwen3_5.Qwen3_5ForConditionalGeneration
 
 
 class _States(IsHybrid):
     """Answers about states as the models that read images do."""
 
-    get_mamba_state_dtype_from_config = classmethod(
-        qwen3_5.Qwen3_5ForConditionalGeneration.get_mamba_state_dtype_from_config.__func__
-    )
-    get_mamba_state_shape_from_config = classmethod(
-        qwen3_5.Qwen3_5ForConditionalGeneration.get_mamba_state_shape_from_config.__func__
-    )
-    get_mamba_state_copy_func = classmethod(qwen3_5.Qwen3_5ForConditionalGeneration.get_mamba_state_copy_func.__func__)
+    @classmethod
+    def get_mamba_state_dtype_from_config(cls, vllm_config: Any) -> Any:
+        """See vLLM's class."""
+        return _WithImages.get_mamba_state_dtype_from_config(vllm_config)
+
+    @classmethod
+    def get_mamba_state_shape_from_config(cls, vllm_config: Any) -> Any:
+        """See vLLM's class."""
+        return _WithImages.get_mamba_state_shape_from_config(vllm_config)
+
+    @classmethod
+    def get_mamba_state_copy_func(cls) -> Any:
+        """See vLLM's class."""
+        return _WithImages.get_mamba_state_copy_func()
 
 
 class Qwen3_5ForCausalLM(qwen3_5.Qwen3_5ForCausalLM, _States):
