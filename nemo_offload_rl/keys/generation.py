@@ -42,7 +42,7 @@ class VllmConfig:
         tuple[str, ...],
         doc(
             "With `precision: fp8`: modules whose name contains one of these texts stay in bfloat16; fused ones "
-            "(`qkv_proj`) if a part of them (`q_proj`) does."
+            "(`qkv_proj`) if one of their parts (`q_proj`) does."
         ),
     ] = ()
     tensor_parallel_size: Annotated[int, doc("Devices that one engine is sharded over.", ge=1)] = 1
@@ -115,7 +115,7 @@ class VllmConfig:
 
     @property
     def problem_of_precision(self) -> str | None:
-        """What contradicts `precision`, after the name of this section and a dot; None if nothing does."""
+        """Describe what contradicts `precision`, to follow this section's name and a dot; None if nothing does."""
         given = [name for name in ("use_deep_gemm", *KEPT_LAYERS) if getattr(self, name)]
         if self.is_quantized or not given:
             return None
@@ -126,7 +126,7 @@ class VllmConfig:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the engine has 8-bit weights."""
+        """Tell whether the engine has 8-bit weights."""
         return self.precision == "fp8"
 
     @property

@@ -7,6 +7,7 @@ of attention and of experts, and Transformer Engine's layers, with other names o
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,16 @@ def test_logprobs_padded_and_packed_are_hugging_faces_up_to_bfloat16_and_exports
     model = drawn_model(family_config(name, initializer_range=0.05), seed=0)
     model.save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
+    for folder in logprobs_are_hugging_faces(tmp_path, name, model, backend):
+        hf_model(folder)
+    matrix_results.write(Row(name, backend, tmp_path), ["import", "logprobs", PACKING, "hf/ folder"], machine="GPU")
+
+
+def logprobs_are_hugging_faces(tmp_path: Path, name: str, model: Any, backend: str) -> Iterator[Path]:
+    """Compare the worker of the folder `model` with its model, without packing and with it.
+
+    Yields the folder of each worker's export after a step.
+    """
     batch = make_batch(num_rows=8, width=24)
     expected = hf_logprobs(model, batch).detach()
     for packing in (None, PACKED):
@@ -79,8 +90,7 @@ def test_logprobs_padded_and_packed_are_hugging_faces_up_to_bfloat16_and_exports
             worker.prepare_for_training()
             worker.train(batch, NLLLoss())
             worker.export_hf(tmp_path / "hf")
-        hf_model(tmp_path / "hf")
-    matrix_results.write(Row(name, backend, tmp_path), ["import", "logprobs", PACKING, "hf/ folder"], machine="GPU")
+        yield tmp_path / "hf"
 
 
 @pytest.mark.parametrize(
@@ -130,17 +140,5 @@ def test_language_models_of_folders_that_read_images_are_hugging_faces_and_expor
     tmp_path: Path, name: str
 ) -> None:
     model = save_whole_folder(tmp_path / "model", name, initializer_range=0.05)
-    batch = make_batch(num_rows=8, width=24)
-    expected = hf_logprobs(model, batch).detach()
-    for packing in (None, PACKED):
-        changes: dict[str, Any] = {} if packing is None else {"sequence_packing": packing}
-        settings = make_settings(tmp_path / "model", backend=DTENSOR, precision="bfloat16", **changes)
-        with worker_of(settings, GPU) as worker:
-            worker.prepare_for_lp_inference()
-            difference = (worker.get_logprobs(batch) - expected).abs()
-            logger.info("%s, %s: mean %.2e max %.2e", name, packing, difference.mean(), difference.max())
-            assert difference.mean() < 0.02
-            worker.prepare_for_training()
-            worker.train(batch, NLLLoss())
-            worker.export_hf(tmp_path / "hf")
-        whole_model(tmp_path / "hf")
+    for folder in logprobs_are_hugging_faces(tmp_path, name, model, DTENSOR):
+        whole_model(folder)
