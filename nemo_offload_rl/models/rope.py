@@ -20,7 +20,8 @@ _MSCALES = ("short_mscale", "long_mscale")
 # Keys of engines; without them transformers computes the published function.
 _OF_ENGINES = ("attn_factor", "apply_yarn_scaling", *_MSCALES)
 _WITHOUT_ROTATION = ("olmo_hybrid",)  # families that rotate nothing if the base is null
-_IMAGE_AXES = ("mrope_section", "mrope_interleaved")
+IMAGE_AXES = ("mrope_section", "mrope_interleaved")
+"""Settings that deal out frequencies to time, height and width of images."""
 
 
 def rope_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -152,7 +153,7 @@ def for_engine(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
     settings = _changed(config, translated)
     if has_image_axes(config):
-        settings = {key: value for key, value in settings.items() if key not in _IMAGE_AXES}
+        settings = {key: value for key, value in settings.items() if key not in IMAGE_AXES}
     return None if settings == rope_settings(config) else settings
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from nemo_offload_rl.models.rope import IMAGE_AXES
 from nemo_offload_rl.models.windows import ModelConfig
 
 PART_OF = "part_of_model_type"
@@ -55,8 +56,6 @@ _GEMMA_3 = {
     "tie_word_embeddings": True,
 }
 
-_IMAGE_AXES = ("mrope_section", "mrope_interleaved")
-
 WHOLE_MODELS: Mapping[str, WholeModel] = {
     whole.model_type: whole
     for whole in (
@@ -68,19 +67,19 @@ WHOLE_MODELS: Mapping[str, WholeModel] = {
             {"mistral": ("mistral", "MistralForCausalLM"), "ministral3": ("ministral3", "Ministral3ForCausalLM")},
         ),
         WholeModel(
-            "qwen3_5", "Qwen3.5", {"qwen3_5_text": ("qwen3_5_text", "Qwen3_5ForCausalLM")}, of_images=_IMAGE_AXES
+            "qwen3_5", "Qwen3.5", {"qwen3_5_text": ("qwen3_5_text", "Qwen3_5ForCausalLM")}, of_images=IMAGE_AXES
         ),
         WholeModel(
             "qwen3_5_moe",
             "Qwen3.5 (experts)",
             {"qwen3_5_moe_text": ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM")},
-            of_images=_IMAGE_AXES,
+            of_images=IMAGE_AXES,
         ),
         WholeModel(
             "qwen3_vl",
             "Qwen3-VL",
             {"qwen3_vl_text": ("qwen3", "Qwen3ForCausalLM")},
-            of_images=_IMAGE_AXES,
+            of_images=IMAGE_AXES,
         ),
     )
 }

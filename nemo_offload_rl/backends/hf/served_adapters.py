@@ -21,7 +21,7 @@ from nemo_offload_rl.models.towers import PART_OF
 
 _KEY = "policy.generation.enable_lora"
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Sizes of vLLM's buffers for adapters; a smaller rank uses a part of them."""
+"""Ranks for which vLLM makes buffers; adapters of another rank use part of the next larger buffer."""
 _UNKNOWN = "the model's config.json has not been downloaded"
 _LAYERS = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj", "qkv_proj"),
