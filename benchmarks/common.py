@@ -22,6 +22,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path += [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "examples" / "demo")]
 
+import hybrid_shapes  # noqa: E402
 from qwen3_shapes import is_written, shape_of, write_model  # noqa: E402
 
 GB, GIB = 10**9, 2**30
@@ -101,10 +102,15 @@ def medians(steps: list[dict[str, float]], names: tuple[str, ...]) -> dict[str, 
 
 def make_model(folder: Path, shape: str, device: str, *, ties_embeddings: bool = False) -> None:
     """Write a random model to `folder`, unless it is there, in a process that leaves nothing on the GPU."""
-    arguments = (folder, shape_of(shape), device, ties_embeddings)
-    if is_written(folder, shape_of(shape), ties_embeddings):
+    if shape in hybrid_shapes.HYBRID_SHAPES:
+        done = hybrid_shapes.is_written(folder, shape)
+        write, arguments = hybrid_shapes.write_model, (folder, shape, device)
+    else:
+        done = is_written(folder, shape_of(shape), ties_embeddings)
+        write, arguments = write_model, (folder, shape_of(shape), device, ties_embeddings)
+    if done:
         return
-    writer = multiprocessing.get_context("spawn").Process(target=write_model, args=arguments)
+    writer = multiprocessing.get_context("spawn").Process(target=write, args=arguments)
     writer.start()
     writer.join()
     if writer.exitcode:

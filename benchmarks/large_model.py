@@ -30,8 +30,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import hybrid_shapes
 import psutil
 from common import CPU_OVERRIDES, GIB, ROOT, make_model, measured_with, steps_in, write_result
+from hybrid_shapes import HYBRID_SHAPES
 from qwen3_shapes import MOE_SHAPES, SHAPES, num_parameters, shape_of
 
 KINDS = ("Pss_Anon", "Pss_File", "Pss_Shmem")
@@ -215,7 +217,8 @@ class Report:
         self.begin_s = time.perf_counter()
         self._log_dir = arguments.out / "run"
         self._target = arguments.out / "large_model.json"
-        self._count = num_parameters(shape_of(arguments.shape))
+        shape, hybrid = arguments.shape, arguments.shape in HYBRID_SHAPES
+        self._count = hybrid_shapes.num_parameters(shape) if hybrid else num_parameters(shape_of(shape))
         self._num_printed = 0
         self._known: dict[str, Any] = {
             **measured_with(),
@@ -259,7 +262,7 @@ class Report:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="14B", choices=[*SHAPES, *MOE_SHAPES])
+    parser.add_argument("--shape", default="14B", choices=[*SHAPES, *MOE_SHAPES, *HYBRID_SHAPES])
     parser.add_argument("--config", type=Path, help="large_model_14b.yaml without it, on CPU grpo_gpu.yaml")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--cpu", action="store_true", help="the DTensor backend and a few short responses")

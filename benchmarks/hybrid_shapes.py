@@ -1,0 +1,137 @@
+"""Models whose layers carry a state along a row, in shapes near published ones: config.json and random weights.
+
+Hidden sizes, heads and layers of Qwen3.5 and Nemotron-H as their config.json files give them; `12-layers` are mixtures
+cut to 12 layers and 64 experts. Weights are drawn as transformers initializes them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+_QWEN3_5: dict[str, Any] = {
+    "vocab_size": 151936,
+    "head_dim": 256,
+    "attn_output_gate": True,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "mamba_ssm_dtype": "float32",
+    "max_position_embeddings": 65536,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "rope_type": "default",
+        "rope_theta": 10000000,
+        "partial_rotary_factor": 0.25,
+    },
+}
+_NEMOTRON_H: dict[str, Any] = {
+    "vocab_size": 131072,
+    "hidden_size": 4096,
+    "intermediate_size": 21504,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "mamba_num_heads": 128,
+    "mamba_head_dim": 64,
+    "ssm_state_size": 128,
+    "n_groups": 8,
+    "chunk_size": 128,
+    "mlp_hidden_act": "relu2",
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 8192,
+}
+HYBRID_SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3.5-tiny": {
+        **_QWEN3_5,
+        "model_type": "qwen3_5_text",
+        "vocab_size": 1024,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "tie_word_embeddings": True,
+    },
+    "qwen3.5-4B": {
+        **_QWEN3_5,
+        "model_type": "qwen3_5_text",
+        "hidden_size": 2560,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+    },
+    "qwen3.5-12-layers": {
+        **_QWEN3_5,
+        "model_type": "qwen3_5_moe_text",
+        "hidden_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "tie_word_embeddings": False,
+    },
+    "nemotron-h-8B": {
+        **_NEMOTRON_H,
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+    },
+    "nemotron-h-12-layers": {  # of the shape above
+        **_NEMOTRON_H,
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": "M-M-M-M*-M-M",
+    },
+}
+
+
+def _config(name: str) -> Any:
+    from transformers import AutoConfig
+
+    settings = {"dtype": "bfloat16", "pad_token_id": 0, "eos_token_id": None, "bos_token_id": None}
+    return AutoConfig.for_model(**HYBRID_SHAPES[name], **settings)
+
+
+def num_parameters(name: str) -> int:
+    """Of a shape of that name; a tied embedding counts once."""
+    return sum(parameter.numel() for parameter in _model(name, "meta").parameters())
+
+
+def _model(name: str, device: str) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(_config(name), dtype=torch.bfloat16)
+
+
+def is_written(path: Path, name: str) -> bool:
+    """Whether the folder has all of a model of this shape: the tokenizer is written last."""
+    done = path / "tokenizer_config.json"
+    return done.exists() and HYBRID_SHAPES[name].items() <= json.loads((path / "config.json").read_text()).items()
+
+
+def write_model(path: Path, name: str, device: str) -> None:
+    """Write a Hugging Face folder: random weights in bfloat16, and the demo's tokenizer."""
+    import torch
+    from make_model import make_tokenizer  # pyright: ignore[reportMissingImports]
+
+    torch.manual_seed(0)
+    model = _model(name, device)
+    model.save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    print(f"model: {model.num_parameters() / 1e9:.2f} B parameters in {path}", flush=True)
