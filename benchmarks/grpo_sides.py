@@ -16,8 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import yaml
 from common import CPU_OVERRIDES, ROOT, json_lines, medians, steps_in
 
 PHASES = ("refit", "generation", "logprobs", "reference", "training", "step")
@@ -59,8 +60,10 @@ class Work:
         prompts: Prompts of a step.
         group: Responses to each.
         tokens: Of a response; a few end earlier.
-        micro_batch: Responses of a training pass.
-        logprob_micro_batch: Responses of a pass without gradients.
+        micro_batch: Responses of our training passes; `auto` lets the plan choose.
+        logprob_micro_batch: Responses of our passes without gradients; `auto` lets the plan choose.
+        peer_micro_batch: Responses of the peers' training passes, and of TRL's passes without gradients.
+        peer_logprob_micro_batch: Responses of verl's passes without gradients.
         recomputes: Layers are computed again in the backward pass.
         peer_dtype: Of parameters and states of TRL and verl; our parameters are float32.
         engine_share: Share of the GPU for verl's engine, which the policy leaves room for.
@@ -71,8 +74,10 @@ class Work:
     prompts: int
     group: int
     tokens: int
-    micro_batch: int
-    logprob_micro_batch: int
+    micro_batch: int | Literal["auto"]
+    logprob_micro_batch: int | Literal["auto"]
+    peer_micro_batch: int
+    peer_logprob_micro_batch: int
     recomputes: bool = False
     peer_dtype: str = "float32"
     engine_share: float = 0.6
@@ -91,9 +96,11 @@ class Work:
 
 # At 8 B float32 parameters, gradients and states of TRL do not fit an H200 (docs/measurements/small-gpus.md).
 WORKS = {
-    "0.6B": Work("0.6B", 64, 8, 1024, 8, 32),
-    "8B": Work("8B", 16, 4, 512, 8, 8, recomputes=True, peer_dtype="bfloat16", engine_share=0.5, trl_engine_share=0.2),
-    "tiny": Work("tiny", 4, 2, 16, 2, 2),
+    "0.6B": Work("0.6B", 64, 8, 1024, 8, 32, 8, 32),
+    "8B": Work(
+        "8B", 16, 4, 512, 8, 8, 8, 8, recomputes=True, peer_dtype="bfloat16", engine_share=0.5, trl_engine_share=0.2
+    ),
+    "tiny": Work("tiny", 4, 2, 16, 2, 2, 2, 2),
 }
 
 
@@ -150,10 +157,16 @@ def run_ours(
 
 
 def our_result(folder: Path, backend: str) -> dict[str, Any]:
-    """Phases of the steps that have ended, and all of their metrics."""
+    """Phases of the steps that have ended, all of their metrics, and the micro-batches that the run took."""
     records = steps_in(log_dir_of(folder, backend))
     steps = [{name: record.get(f"timing/{IN_OURS.get(name, name)}_s", 0.0) for name in PHASES} for record in records]
-    return (result_of(steps) if steps else {"steps": []}) | {"records": records}
+    result = (result_of(steps) if steps else {"steps": []}) | {"records": records}
+    config = log_dir_of(folder, backend) / "config.yaml"
+    if not config.exists():
+        return result
+    policy = yaml.safe_load(config.read_text())["policy"]
+    taken = {"training": policy["train_micro_batch_size"], "logprobs": policy["logprob_batch_size"]}
+    return result | {"micro_batches": taken}
 
 
 def log_dir_of(folder: Path, backend: str) -> Path:
@@ -221,8 +234,8 @@ def trl_keys(work: Work, folder: Path, steps: int, *, on_cpu: bool) -> dict[str,
     """Arguments of TRL's configuration."""
     keys: dict[str, Any] = {
         "output_dir": str(folder / "trl"),
-        "per_device_train_batch_size": work.micro_batch,
-        "gradient_accumulation_steps": work.num_responses // work.micro_batch,
+        "per_device_train_batch_size": work.peer_micro_batch,
+        "gradient_accumulation_steps": work.num_responses // work.peer_micro_batch,
         "num_generations": work.group,
         "max_completion_length": work.tokens,
         "max_steps": steps,
@@ -427,7 +440,7 @@ def verl_overrides(work: Work, folder: Path, steps: int) -> list[str]:
         f"{actor}.fsdp_config.model_dtype": dtype,
         f"{actor}.fsdp_config.dtype": "bfloat16",
         f"{actor}.ppo_mini_batch_size": work.prompts,
-        f"{actor}.ppo_micro_batch_size_per_gpu": work.micro_batch,
+        f"{actor}.ppo_micro_batch_size_per_gpu": work.peer_micro_batch,
         f"{actor}.use_kl_loss": True,
         f"{actor}.kl_loss_coef": 0.01,
         f"{actor}.kl_loss_type": "low_var_kl",
@@ -439,8 +452,8 @@ def verl_overrides(work: Work, folder: Path, steps: int) -> list[str]:
         "actor_rollout_ref.ref.fsdp_config.strategy": "fsdp2",
         "actor_rollout_ref.ref.fsdp_config.param_offload": True,
         "actor_rollout_ref.ref.fsdp_config.model_dtype": dtype,
-        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": work.logprob_micro_batch,
-        f"{rollout}.log_prob_micro_batch_size_per_gpu": work.logprob_micro_batch,
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": work.peer_logprob_micro_batch,
+        f"{rollout}.log_prob_micro_batch_size_per_gpu": work.peer_logprob_micro_batch,
         f"{rollout}.name": "vllm",
         f"{rollout}.n": work.group,
         f"{rollout}.temperature": 1.0,

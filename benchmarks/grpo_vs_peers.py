@@ -2,6 +2,8 @@ r"""A GRPO step of nemo_offload_rl on both backends, of verl and of TRL's GRPOTr
 
     python benchmarks/grpo_vs_peers.py --verl VERL_SITE --steps 4 --out results/grpo_vs_peers_0.6B.json
     python benchmarks/grpo_vs_peers.py --shape 8B --verl VERL_SITE --steps 3 --out results/grpo_vs_peers_8B.json
+    python benchmarks/grpo_vs_peers.py --verl VERL_SITE --micro-batch auto --logprob-micro-batch auto \
+        --peer-micro-batch 32 --out results/grpo_vs_peers_0.6B_own_best.json
     python benchmarks/grpo_vs_peers.py --shape tiny --cpu --sides dtensor trl --steps 2       # to try it
 
 One side after the other, each in processes of its own, which end before the next one begins: the same random Qwen3
@@ -9,6 +11,11 @@ model, prompts of 8 tokens, temperature 1, KL to a frozen reference, logprobs of
 optimizer step, vLLM on the same GPU, which sleeps meanwhile. At 0.6 B 512 responses of 1024 tokens (a few end earlier)
 and float32 parameters and states. At 8 B 64 responses of 512 tokens, with recomputation; TRL and verl have bfloat16
 parameters and states, since TRL's do not fit otherwise, and ours float32 parameters, on DTensor with 16-bit moments.
+
+Micro-batches are the same for all sides unless options say otherwise. `--micro-batch` and `--logprob-micro-batch` are
+ours, and the plan chooses where they are `auto`; `--peer-micro-batch` and `--peer-logprob-micro-batch` are the peers'.
+To compare each side at its own best, try several of the peers', each with a file of its own. A side's result has
+`micro_batches`, those that it took.
 
 The rates of the GPU and its link are probed first. The **bound** of a phase is what its operations and bytes take at
 these rates: products of the model (recomputation left out), reads of weights and KV cache by decoding, parameters and
@@ -77,7 +84,8 @@ if TYPE_CHECKING:
 OUT = "timing/refit_s"
 BACK = ("timing/generation/sleep_s", "timing/logprobs/enter_s", "timing/training/enter_s")
 BUSY = ("generation", "logprobs", "reference_logprobs", "training")
-SIZES = ("prompts", "group", "tokens", "micro_batch")
+SIZES = ("prompts", "group", "tokens", "peer_micro_batch", "peer_logprob_micro_batch")
+CHOSEN_SIZES = ("micro_batch", "logprob_micro_batch")
 FAILURE = "failure.json"
 # Marks the processes of a side, so that all of them can be ended, Ray's included.
 MARK = "GRPO_VS_PEERS_SIDE"
@@ -306,8 +314,22 @@ def table(results: Mapping[str, Any]) -> str:
         f"link {rates['out_bytes_per_s'] / GB:.1f} GB/s out and {rates['in_bytes_per_s'] / GB:.1f} in, launch "
         f"{rates['launch_s'] * 1e6:.1f} us"
     )
+    taken = {side: results["sides"][side].get("micro_batches") for side in sides}
+    shown = ", ".join(f"{side} {sizes['training']} and {sizes['logprobs']}" for side, sizes in taken.items() if sizes)
+    lines.append(f"micro-batches of training and of logprobs: {shown}")
     lines += [f"{side}: {result['error'][:200]}" for side, result in results["failed"].items()]
     return "\n".join(lines)
+
+
+def size_of(text: str) -> int | str:
+    """A positive number, or `auto`.
+
+    Raises:
+        argparse.ArgumentTypeError: It is neither.
+    """
+    if text == "auto" or (text.isdecimal() and int(text)):
+        return text if text == "auto" else int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is neither a positive number nor auto")
 
 
 def parse() -> argparse.Namespace:
@@ -317,6 +339,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shape", default="0.6B", choices=list(WORKS))
     for size in SIZES:
         parser.add_argument(f"--{size.replace('_', '-')}", type=int, help="if not as the shape has it")
+    for size in CHOSEN_SIZES:
+        help_text = "responses of our passes, if not as the shape has it; auto: by the plan"
+        parser.add_argument(f"--{size.replace('_', '-')}", type=size_of, metavar="N|auto", help=help_text)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--timeout-s", type=float, default=540.0, help="for each side, with its start")
     parser.add_argument("--verl", type=Path, metavar="DIR", help="folder of verl and what it needs")
@@ -337,8 +362,11 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
-    changes = {size: getattr(arguments, size) for size in SIZES if getattr(arguments, size) is not None}
-    work = replace(WORKS[arguments.shape], **changes)
+    given = {size: getattr(arguments, size) for size in (*SIZES, *CHOSEN_SIZES)}
+    work = replace(WORKS[arguments.shape], **{size: value for size, value in given.items() if value is not None})
+    for size in (work.peer_micro_batch, work.peer_logprob_micro_batch):
+        if size < 1 or work.num_responses % size:
+            sys.exit(f"the peers' micro-batch of {size} does not divide {work.num_responses} responses; give another")
     if arguments.one:
         write_one(arguments, work)
         return
@@ -359,6 +387,9 @@ def main() -> None:
                 # Without a refit of its own a step began with an engine that a validation had left awake.
                 steady = [record for record in result["records"] if record["step"] > 1 and OUT in record]
                 result["transitions"] = [transition(record, gpu) for record in steady]
+            else:
+                logprobs = work.peer_logprob_micro_batch if side == "verl" else work.peer_micro_batch
+                result["micro_batches"] = {"training": work.peer_micro_batch, "logprobs": logprobs}
             results["sides" if is_well else "failed"][side] = result
             write_result(arguments.out, results)
     finally:
