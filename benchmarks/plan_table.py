@@ -178,6 +178,8 @@ def short_plan(name: str, ran: Mapping[str, Any], gpu: str, folder: Path) -> tup
         if shape is not None:
             write_config(folder / shape, shape)
             overrides += [f"{key}={folder / shape}"] if key else []
+    if name == "sft_adapters":  # measured when DTensor kept every base in float32
+        overrides += ["++policy.hf_config_overrides.dtype=float32"]
     lengths = [step["train/mean_response_tokens"] + PROMPT_TOKENS for step in steps if case.is_rollout]
     length = round(statistics.median(lengths)) if lengths else case.length
     plan, _ = plan_run(case.file, overrides, Target(KNOWN[gpu], length=length))

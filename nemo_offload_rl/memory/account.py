@@ -196,9 +196,12 @@ class Account:
 
     @cached_property
     def _elements(self) -> ModelElements:
-        return ModelElements.of(
-            self.num_parameters or 0, self.sizes, local_model_config(self.cfg) or {}, self.cfg.policy
-        )
+        return ModelElements.of(self.num_parameters or 0, self.sizes, self._config, self.cfg.policy)
+
+    @cached_property
+    def _config(self) -> Mapping[str, object]:
+        """Contents of the model's config.json; empty if it is unknown."""
+        return local_model_config(self.cfg) or {}
 
     @cached_property
     def _stages_hold(self) -> tuple[Held, ...]:
@@ -208,8 +211,8 @@ class Account:
     @cached_property
     def _groups_by_stage(self) -> tuple[Mapping[str, int], ...]:
         """Bytes of the state groups of a worker of each pipeline stage."""
-        on_gpu = self.cfg.cluster.gpus_per_node > 0
-        return tuple(group_bytes(self.cfg.policy, held, on_gpu=on_gpu) for held in self._stages_hold)
+        policy, on_gpu = self.cfg.policy, self.cfg.cluster.gpus_per_node > 0
+        return tuple(group_bytes(policy, held, self._config, on_gpu=on_gpu) for held in self._stages_hold)
 
     @cached_property
     def groups(self) -> Mapping[str, int]:
@@ -508,7 +511,7 @@ class Account:
     @cached_property
     def shape(self) -> ModelShape:
         """Sizes of the model's layers, as far as its config.json has them."""
-        return ModelShape.of(local_model_config(self.cfg) or {})
+        return ModelShape.of(self._config)
 
     @property
     def ties_embeddings(self) -> bool:

@@ -170,7 +170,19 @@ def _is_named(name: str, patterns: Sequence[str]) -> bool:
     )
 
 
-def group_bytes(policy: TrainedPolicyConfig, held: Held, *, on_gpu: bool) -> dict[str, int]:
+def base_element_bytes(policy: TrainedPolicyConfig, config: Mapping[str, object]) -> int:
+    """Return the bytes of an element of a model under adapters: of the compute type, unless DTensor must not round it.
+
+    DTensor decides by the model's files. Here their type is what config.json says, or the compute type.
+    """
+    stored = str(config.get("dtype") or config.get("torch_dtype") or policy.precision).removeprefix("torch.")
+    is_rounded = isinstance(policy.backend, MegatronConfig) or stored == policy.precision
+    return COMPUTE_DTYPES[policy.precision].itemsize if is_rounded else _FP32_BYTES
+
+
+def group_bytes(
+    policy: TrainedPolicyConfig, held: Held, config: Mapping[str, object], *, on_gpu: bool
+) -> dict[str, int]:
     """Count the bytes of a rank's `params`, `grads`, `optimizer` and `optimizer/part`, and with adapters of `base`.
 
     With adapters, only `base` is of the frozen model.
@@ -178,19 +190,18 @@ def group_bytes(policy: TrainedPolicyConfig, held: Held, *, on_gpu: bool) -> dic
     Args:
         policy: The policy's keys.
         held: What the rank holds.
+        config: Contents of the model's config.json; empty if it is unknown.
         on_gpu: Workers train on GPUs.
     """
     backend, frozen = policy.backend, has_adapters(policy)
     trained, trained_share = (held.adapters, held.adapters // held.copies) if frozen else (held.total, held.share)
     if isinstance(backend, MegatronConfig):
-        itemsize = COMPUTE_DTYPES[policy.precision].itemsize
         groups = _on_megatron(policy, backend, trained, trained_share)
     else:
-        itemsize = _FP32_BYTES
         groups = _on_dtensor(policy, trained, on_gpu=on_gpu)
     streamed_bytes = int(backend.streamed_share * groups[OPTIMIZER])
     groups |= {OPTIMIZER: groups[OPTIMIZER] - streamed_bytes, OPTIMIZER_PART: streamed_bytes}
-    return {**groups, BASE: itemsize * held.total} if frozen else groups
+    return {**groups, BASE: base_element_bytes(policy, config) * held.total} if frozen else groups
 
 
 def _on_dtensor(policy: TrainedPolicyConfig, trained: int, *, on_gpu: bool) -> dict[str, int]:

@@ -126,7 +126,7 @@ def planned_groups(settings: PolicySettings, process: ProcessInfo) -> dict[str, 
         settings, process.world_size, ModelElements.of(sizes.num_parameters, sizes, config, settings)
     )
     held = stages[process.rank * len(stages) // process.world_size]
-    return group_bytes(settings, held, on_gpu=process.device == "cuda")
+    return group_bytes(settings, held, config, on_gpu=process.device == "cuda")
 
 
 def divided(weights: Iterable[tuple[str, Tensor]], folder: Path | str) -> dict[str, Tensor]:

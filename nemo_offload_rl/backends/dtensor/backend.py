@@ -1,7 +1,7 @@
 """The DTensor backend: one rank's part of a Hugging Face model, its optimizer and its schedule.
 
-Parameters, gradients and optimizer state are fp32; FSDP casts to `policy.precision` as it gathers a layer. Between
-calls no parameter is gathered: gathered copies would be outdated after a load, and take memory while offloaded.
+Trained parameters, gradients and optimizer state are fp32; FSDP casts to `policy.precision` as it gathers a layer.
+Between calls no parameter is gathered: gathered copies would be outdated after a load, and take memory while offloaded.
 """
 
 from __future__ import annotations

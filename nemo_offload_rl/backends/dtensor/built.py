@@ -14,13 +14,14 @@ from nemo_offload_rl.backends.dtensor import parallel
 from nemo_offload_rl.backends.dtensor.attention import choose_attention, share_rows
 from nemo_offload_rl.backends.dtensor.experts import divide_experts
 from nemo_offload_rl.backends.dtensor.loading import (
+    WeightSources,
     build_causal_lm,
     find_weights,
     materialize,
     read_weights,
     weight_buffers,
 )
-from nemo_offload_rl.backends.dtensor.lora import LoraWeights, add_adapters
+from nemo_offload_rl.backends.dtensor.lora import LoraWeights, add_adapters, name_without_adapters
 from nemo_offload_rl.backends.dtensor.model import (
     LogprobModel,
     ModelRows,
@@ -128,6 +129,7 @@ class BuiltModel:
                 causal_lm.disable_input_require_grads()
         if lora_cfg.enabled:
             add_adapters(causal_lm, lora_cfg, settings.seed)
+            keep_as_stored(causal_lm, compute_dtype, sources)
         layers, shard = decoder_layers(causal_lm), VocabShard(0, None)
         if tp_size > 1:
             apply_tensor_parallel(causal_lm, layers, tp_mesh, splits_sequence=splits_sequence)
@@ -236,3 +238,13 @@ def freeze(causal_lm: nn.Module, dtype: torch.dtype) -> None:
     for parameter in causal_lm.parameters():
         parameter.data = parameter.data.to(dtype)
         parameter.requires_grad_(False)
+
+
+def keep_as_stored(causal_lm: nn.Module, dtype: torch.dtype, sources: WeightSources) -> None:
+    """Cast frozen parameters, on the meta device, to the compute type `dtype` if the model's files have them in it.
+
+    Passes, which cast to `dtype`, and merged weights stay the same bits: no value is rounded.
+    """
+    for name, parameter in causal_lm.named_parameters():
+        if not parameter.requires_grad and sources.has_all_in(name_without_adapters(name), dtype):
+            parameter.data = parameter.data.to(dtype)

@@ -208,6 +208,10 @@ class WeightSources:
     pieces: Mapping[str, Sequence[Piece]]
     repeats: Mapping[str, str]
 
+    def has_all_in(self, name: str, dtype: torch.dtype) -> bool:
+        """Tell whether all of the files' tensors of a parameter have this type."""
+        return all(self.files.dtypes[piece.name] is dtype for piece in self.pieces[name])
+
 
 def check_weights(config: Any, model_name: str, *, compares_names: bool) -> None:
     """Refuse a local folder of safetensors whose headers differ from the config; reads no weights.

@@ -1,6 +1,7 @@
 """Low-rank adapters (arXiv 2106.09685) by peft: only adapters are trained; refits and exports get merged weights.
 
-The model's own parameters become the state group `base`. It never changes, so it is copied to the host once.
+The model's own parameters become the state group `base`. It never changes, so it is copied to the host once. It is in
+the compute type if the model's files are, else in float32; adapters and their optimizer are in float32.
 """
 
 from __future__ import annotations
@@ -146,6 +147,11 @@ def _on_the_host(causal_lm: nn.Module) -> Iterator[None]:
             layer.weight = weight.requires_grad_(layer.weight.requires_grad)
 
 
+def name_without_adapters(name: str) -> str:
+    """Return the name that a parameter of a model with adapters has in the model without them."""
+    return name.replace(_BASE, ".")
+
+
 class LoraWeights:
     """Gives a model with adapters the names and merged weights of the model without adapters.
 
@@ -163,7 +169,7 @@ class LoraWeights:
 
     def named_base(self) -> list[tuple[str, nn.Parameter]]:
         """Return the model's own parameters, by their names without adapters."""
-        return [(name.replace(_BASE, "."), parameter) for name, parameter in self.base]
+        return [(name_without_adapters(name), parameter) for name, parameter in self.base]
 
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """Return names and shapes of the merged weights."""
@@ -179,7 +185,7 @@ class LoraWeights:
     def merged(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield full merged weights, by their names without adapters; a collective."""
         for name, parameter in self.base:
-            plain = name.replace(_BASE, ".")
+            plain = name_without_adapters(name)
             if _BASE not in name or not name.endswith("weight"):
                 yield plain, full_tensor(parameter, dtype)
                 continue

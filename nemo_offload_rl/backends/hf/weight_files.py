@@ -38,7 +38,13 @@ _NEVER_PUBLISHED = {
     ("olmo_hybrid", "input_layernorm"): ("input_layernorm.weight", "attention_layer_norm.weight"),
     ("olmo_hybrid", "post_attention_layernorm"): ("post_attention_layernorm.weight", "feedforward_layer_norm.weight"),
 }
-_FLOATS = {"F64", "F32", "F16", "BF16", torch.float64, torch.float32, torch.float16, torch.bfloat16}
+_FLOATS: dict[Any, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+_FLOATS |= {dtype: dtype for dtype in _FLOATS.values()}  # a .bin file has torch's types
 # The square of a larger weight overflows float32: norms divide by infinity, and all gradients are 0.
 LARGEST_WEIGHT = math.sqrt(torch.finfo(torch.float32).max)
 _READ_ERRORS = (OSError, RuntimeError, SafetensorError, pickle.UnpicklingError, EOFError)
@@ -57,6 +63,7 @@ class WeightFiles:
 
     Attributes:
         shapes: Shape of each tensor.
+        dtypes: Type in which each tensor is read.
         paths: File of each tensor.
         are_packed: Some tensors have 8 or 4 bits in the files.
 
@@ -68,6 +75,7 @@ class WeightFiles:
         self._model_name = model_name
         self.paths: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
         self._held: tuple[ExitStack, dict[Path, Any]] | None = None
         self._open_bin: tuple[Path, Mapping[str, Tensor]] | None = None
         headers: dict[str, tuple[tuple[int, ...], Any]] = {}
@@ -85,9 +93,10 @@ class WeightFiles:
                     f"{self.paths[name]} has {name} as {dtype}, which is not a floating-point type: quantized weights "
                     "of this kind cannot be read; use the model's 16- or 32-bit weights"
                 )
-            self.shapes[name] = shape
+            self.shapes[name], self.dtypes[name] = shape, _FLOATS[dtype]
         for name, tensor in self._packed.items():
             self.shapes[name], self.paths[name] = tensor.shape, self.paths[tensor.stored[0]]
+            self.dtypes[name] = torch.bfloat16
 
     def _weight_block_size(self) -> Sequence[int] | None:
         """Return rows and columns of the weights with a common factor, of a model in 8 bits."""

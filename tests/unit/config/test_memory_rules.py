@@ -268,12 +268,16 @@ def test_sft_and_dpo_are_refused_alike_but_no_engine_rests_beside_them(load, nam
     load(["cluster.gpus_per_node=2"], parameters=5 * GIB, gpu_gib=81, name=name)
 
 
-def test_a_frozen_base_that_does_not_fit_is_named_and_no_optimizer_is_blamed(load):
+def test_a_frozen_base_that_does_not_fit_is_named_and_no_optimizer_is_blamed(load, monkeypatch):
     frozen = ["policy.dtensor_cfg.lora_cfg.enabled=true"]
-    load([*frozen, "cluster.gpus_per_node=1"], parameters=19 * GIB, gpu_gib=80, name="sft.yaml")
+    load([*frozen, "cluster.gpus_per_node=1"], parameters=38 * GIB, gpu_gib=80, name="sft.yaml")
     with pytest.raises(
         ConfigError, match=r"needs 86\.0 GiB .*\(frozen params 84\.0, contexts .* 80\.0; use more GPUs$"
     ):
+        load([*frozen, "cluster.gpus_per_node=1"], parameters=42 * GIB, gpu_gib=80, name="sft.yaml")
+    # Of float32 files, nothing is rounded.
+    monkeypatch.setattr(account, "local_model_config", lambda cfg: {"dtype": "float32"})
+    with pytest.raises(ConfigError, match=r"needs 86\.0 GiB .*\(frozen params 84\.0"):
         load([*frozen, "cluster.gpus_per_node=1"], parameters=21 * GIB, gpu_gib=80, name="sft.yaml")
 
 
@@ -392,12 +396,12 @@ def test_a_refit_without_room_for_the_weights_of_both_is_refused_also_with_adapt
     frozen = ["policy.dtensor_cfg.lora_cfg.enabled=true"]
     with pytest.raises(
         ConfigError,
-        match=r"^phase REFIT needs 95\.5 GiB on each GPU \(frozen params 60\.0, refit buffers 2\.0, contexts 3\.5, "
-        r"the engine's weights 30\.0\), but it has 80\.0; use more GPUs, with .*vllm_cfg.tensor_parallel_size",
+        match=r"^phase REFIT needs 85\.5 GiB on each GPU \(frozen params 40\.0, refit buffers 2\.0, contexts 3\.5, "
+        r"the engine's weights 40\.0\), but it has 80\.0; use more GPUs, with .*vllm_cfg.tensor_parallel_size",
     ):
-        load(frozen, parameters=15 * GIB, gpu_gib=80)
-    load([*frozen, *OWN_GPUS], parameters=15 * GIB, gpu_gib=80)
-    load([*frozen, "cluster.gpus_per_node=2"], parameters=15 * GIB, gpu_gib=80)
+        load(frozen, parameters=20 * GIB, gpu_gib=80)
+    load([*frozen, *OWN_GPUS], parameters=20 * GIB, gpu_gib=80)
+    load([*frozen, "cluster.gpus_per_node=2"], parameters=20 * GIB, gpu_gib=80)
 
 
 def test_an_engine_whose_share_is_less_than_its_weights_is_refused_and_so_is_a_cache_without_room(load):

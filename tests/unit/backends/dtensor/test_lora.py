@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from closeness import assert_close
 from lora_cases import ALPHA, DIM, lora_settings, lora_worker, merged_by_peft
 from peft import LoraConfig, get_peft_model
-from policy_cases import NLL, assert_equal, full, full_params, make_batch, save_family
+from policy_cases import (
+    NLL,
+    ONE_RANK,
+    assert_equal,
+    full,
+    full_params,
+    make_batch,
+    run_ranks,
+    save_family,
+    shard,
+)
 from resume_cases import train_steps, weights_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from nemo_offload_rl.backends.dtensor import built
 from nemo_offload_rl.backends.factory import check_model
 from nemo_offload_rl.errors import ConfigError
 
@@ -129,6 +142,50 @@ def test_adapters_that_cannot_be_are_refused(folder, changes, message):
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+def saved_in(dtype, source, folder):
+    """A copy of a model's folder with weights in another type."""
+    shutil.copytree(source, folder)
+    AutoModelForCausalLM.from_pretrained(source, dtype=dtype).save_pretrained(folder)
+    return folder
+
+
+def results_of(folder, process=ONE_RANK, *, casts=True, **changes):
+    """The base's bytes, and what a run with adapters and a reference gives; without `casts` the base is float32."""
+    with pytest.MonkeyPatch.context() as patched:
+        if not casts:
+            patched.setattr(built, "keep_as_stored", lambda *args: None)
+        settings = {"precision": "bfloat16", **changes}
+        with lora_worker(folder, "dtensor", process=process, keep_reference=True, **settings) as worker:
+            base_bytes = worker.residency.device_bytes()["base"]
+            steps = train_steps(worker, 1, 3)
+            worker.prepare_for_lp_inference()
+            batch = shard(make_batch(), worker)
+            scores = torch.stack([worker.get_logprobs(batch), worker.get_reference_logprobs(batch)])
+            return base_bytes, steps.results, {**steps.weights, **full_params(worker), "scores": scores}
+
+
+def assert_half_of_the_base_gives_the_same_bits(folder, process=ONE_RANK, **changes):
+    base_bytes, results, tensors = results_of(folder, process, **changes)
+    wider_bytes, expected, wider = results_of(folder, process, casts=False, **changes)
+    assert wider_bytes / 2 <= base_bytes < 0.51 * wider_bytes  # rotary frequencies are float32
+    assert results == expected
+    assert_equal(tensors, wider)
+
+
+def two_ranks(process, root):
+    assert_half_of_the_base_gives_the_same_bits(f"{root}/bf16", process)
+
+
+@pytest.mark.processes
+def test_a_base_in_the_files_type_takes_half_the_bytes_and_changes_no_bit(untied, tmp_path):
+    folder = saved_in(torch.bfloat16, untied, tmp_path / "bf16")
+    assert_half_of_the_base_gives_the_same_bits(folder, lora=WITH_OUTPUT, activation_checkpointing=True)
+    run_ranks(2, tmp_path, two_ranks, str(tmp_path))
+    # Rounding a base that the files have in float32 would change merged weights.
+    with make_worker(untied, precision="bfloat16") as worker:
+        assert {parameter.dtype for _, parameter in worker._backend._lora.base} == {torch.float32}
 
 
 def test_only_the_modules_asked_for_get_adapters(folder):
