@@ -17,10 +17,16 @@ _FUSED_ADAM = "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"
 _ROUTER_LOSS = "router_aux_loss_coef"
 _AUTOMODEL_KERNELS = (
     *("_target_", "attn", "linear", "rms_norm", "experts", "dispatcher", "enable_deepep"),
-    *("enable_hf_state_dict_adapter", "rope_fusion", "enable_fsdp_optimizations"),
+    *("enable_hf_state_dict_adapter", "rope_fusion", "enable_fsdp_optimizations", "gate_precision"),
 )
-# Families of experts whose routers Automodel trains as Hugging Face does, but for the auxiliary loss of config.json.
-_PLAIN_IN_AUTOMODEL = ("gpt_oss", "qwen3_5_moe", "qwen3_moe")
+# Automodel's routers at commit 24b47e856, which NeMo-RL pins: none is frozen. The first train as Hugging Face's do; the
+# second too, but add config.json's auxiliary loss; the others differ as told.
+_PLAIN_ROUTERS = ("glm4_moe", "glm4_moe_lite", "minimax_m2", "nemotron_h")
+_ROUTERS_WITH_LOSS = ("gpt_oss", "qwen3_5_moe", "qwen3_moe", "qwen3_next")
+_OTHER_ROUTERS = {
+    "deepseek_v3": "expert biases that move after each step (Automodel's deepseek_v3)",
+    "gemma4": "experts with their scale in the weights (Automodel's gemma4)",
+}
 _KERNELS = ("moe_backend", "kernel_config", "mm_processor_cache_gb")
 
 
@@ -218,13 +224,15 @@ def _automodel(draft: Draft) -> None:
         if name in _AUTOMODEL_KERNELS or (name == "fake_balanced_gate" and not value):
             draft.ignore(f"{section}.{name}", "kernels and transport of Automodel's models, which change rounding only")
         else:
-            draft.missing(f"{section}.{name}", "Automodel's models")
+            draft.missing(f"{section}.{name}", f"Automodel's backend.{name}")
     model, overrides = draft.get("policy.model_name"), draft.section("policy.hf_config_overrides")
     text = draft.section("policy.hf_config_overrides.text_config")
-    loss = text.get(_ROUTER_LOSS, overrides.get(_ROUTER_LOSS))
-    if has_experts(model) is not False and not (model_type(model) in _PLAIN_IN_AUTOMODEL and loss == 0):
-        # Others move biases of experts after each step, freeze routers, or add config.json's auxiliary loss.
-        draft.missing(section, "Automodel's models")
+    kind, loss = str(model_type(model)), text.get(_ROUTER_LOSS, overrides.get(_ROUTER_LOSS))
+    if has_experts(model) is False or kind in _PLAIN_ROUTERS or (kind in _ROUTERS_WITH_LOSS and loss == 0):
+        return
+    with_loss = "config.json's auxiliary loss of routers (set router_aux_loss_coef to 0 in hf_config_overrides)"
+    unknown = "Automodel's model of a family whose routers are not known to train as Hugging Face's"
+    draft.missing(section, with_loss if kind in _ROUTERS_WITH_LOSS else _OTHER_ROUTERS.get(kind, unknown))
 
 
 @converts(reads="policy.hf_config_overrides.router_aux_loss_coef")
@@ -390,6 +398,7 @@ _TYPES = (
     (r"GLM-4\.7-Flash", "glm4_moe_lite"),
     (r"GLM-4\.[5-9]", "glm4_moe"),
     (r"GLM-5", "glm_moe_dsa"),
+    (r"MiniMax-M2", "minimax_m2"),
     (r"MiniMax", "minimax"),
 )
 _WITH_EXPERT_BIASES = ("deepseek_v3", "glm4_moe", "nemotron_h")

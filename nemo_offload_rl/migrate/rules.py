@@ -239,6 +239,7 @@ IGNORED: Mapping[str, Rule] = {
         *_in("grpo", "calculate_advantages_on_gpu deduplicate_multimodal_data"),
         "policy.sequence_packing.fuse_loss",
         *_in("policy.dtensor_cfg", "clear_cache_every_n_steps lora_cfg.use_triton defer_fsdp_grad_sync"),
+        *_in("policy.dtensor_cfg.moe_parallelizer", "ignore_router_for_ac reshard_after_forward wrap_outer_model"),
         *_in(
             "policy.megatron_cfg",
             "attention_backend use_gloo_process_groups gradient_accumulation_fusion "
@@ -274,6 +275,7 @@ IGNORED: Mapping[str, Rule] = {
         ),
         *_in("grpo", "stop_at_validation_threshold reward_penalties.*"),
     ),
+    **_ignored("nothing in NeMo-RL reads it", "policy.activation_checkpointing_enabled"),
     **_ignored("there is one implementation here", "policy.dtensor_cfg._v2"),
     **_ignored(
         "reference logprobs are computed if and only if their KL has a weight, as in NeMo-RL",

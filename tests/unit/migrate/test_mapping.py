@@ -81,14 +81,31 @@ AUTOMODEL = {
         "use_liger_kernel": True,
     },
 }
-# Automodel trains these in another way than Hugging Face's model.
-NOT_PLAIN: list[dict[str, Any]] = [
-    {"policy__hf_config_overrides": {}},
-    {"policy__hf_config_overrides": {"router_aux_loss_coef": 0.001}},
-    {"policy__model_name": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16"},
-    {"policy__model_name": "zai-org/GLM-4.7-Flash"},
-    {"policy__dtensor_cfg__automodel_kwargs": {"backend": {"attn": "flash", "fake_balanced_gate": True}}},
-    {"policy__dtensor_cfg__automodel_kwargs": {"backend": {"gate_precision": "float64"}}},
+# What Automodel trains in another way than Hugging Face's model, and how that is told.
+WITH_LOSS = "config.json's auxiliary loss of routers (set router_aux_loss_coef to 0 in hf_config_overrides)"
+NOT_PLAIN: list[tuple[dict[str, Any], str]] = [
+    ({"policy__hf_config_overrides": {}}, WITH_LOSS),
+    ({"policy__hf_config_overrides": {"router_aux_loss_coef": 0.001}}, WITH_LOSS),
+    (
+        {"policy__model_name": "moonshotai/Moonlight-16B-A3B-Instruct"},
+        "expert biases that move after each step (Automodel's deepseek_v3)",
+    ),
+    (
+        {"policy__model_name": "google/gemma-4-26B-A4B-it"},
+        "experts with their scale in the weights (Automodel's gemma4)",
+    ),
+    (
+        {"policy__model_name": "somebody/unknown"},
+        "Automodel's model of a family whose routers are not known to train as Hugging Face's",
+    ),
+    (
+        {"policy__dtensor_cfg__automodel_kwargs": {"backend": {"attn": "flash", "fake_balanced_gate": True}}},
+        "Automodel's backend.fake_balanced_gate",
+    ),
+    (
+        {"policy__dtensor_cfg__moe_parallelizer": {"lm_head_precision": "float32"}},
+        "settings of DTensor's expert parallelism",
+    ),
 ]
 
 
@@ -447,6 +464,12 @@ MOE = {**MEGATRON, "policy__model_name": "Qwen/Qwen3-30B-A3B"}
         (AUTOMODEL, "policy.hf_config_overrides.router_aux_loss_coef", None),
         ({**AUTOMODEL, "policy__model_name": "Qwen/Qwen3-8B", "policy__hf_config_overrides": {}},
          "policy.model_name", "Qwen/Qwen3-8B"),
+        *(
+            ({**AUTOMODEL, "policy__model_name": model, "policy__hf_config_overrides": {},
+              "policy__dtensor_cfg__moe_parallelizer": {"ignore_router_for_ac": True}}, "policy.model_name", model)
+            for model in ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16", "zai-org/GLM-4.7-Flash",
+                          "MiniMaxAI/MiniMax-M2.7")
+        ),
         ({"policy__generation__vllm_kwargs": {"language_model_only": True}}, "policy.generation.vllm_kwargs", {}),
         ({"policy__megatron_cfg__freeze_config": {"freeze_vision_model": True, "freeze_language_model": False}},
          "policy.megatron_cfg.freeze_config", None),
@@ -528,7 +551,7 @@ def test_what_counts_of_a_message_depends_on_whether_the_prompt_has_the_speakers
          "biases of experts (of a model that is not known to have them)"),
         ("grpo", {"policy__optimizer": {**FUSED_ADAM, "kwargs": {"lr": 1e-6}}},
          f"optimizer {FUSED_ADAM['name']} with other arguments"),
-        *(("grpo", {**AUTOMODEL, **other}, "Automodel's models") for other in NOT_PLAIN),
+        *(("grpo", {**AUTOMODEL, **other}, told) for other, told in NOT_PLAIN),
         ("sft", {"policy__dtensor_cfg__automodel_kwargs": {"freeze_config": {"freeze_language_model": True}}},
          "frozen parts of the model"),
         ("grpo", {"policy__generation__vllm_kwargs": {"language_model_only": False}},
