@@ -54,7 +54,6 @@ class ModelFamily:
         model_type: Its name in config.json.
         title: Common name of its models, for docs/reference/models.md.
         trained_by: Backends whose logprobs, gradients and exports are tested against Hugging Face.
-        titles: Replaces `title` for a backend that refuses some of its models.
         has_window: Tells whether a model has layers that attend only to the last tokens.
         windows_trained_by: Backends of `trained_by` that compute such layers.
         logits_divisor: Key of config.json with the divisor of the output layer's logits; None for none.
@@ -83,7 +82,6 @@ class ModelFamily:
     model_type: str
     title: str
     trained_by: tuple[str, ...]
-    titles: Mapping[str, str] = field(default_factory=dict)
     has_window: Callable[[ModelConfig], bool] = windows.nowhere
     windows_trained_by: tuple[str, ...] = (DTENSOR,)
     logits_divisor: str | None = None
@@ -114,7 +112,6 @@ _MLP_BIAS = Refusal("mlp_bias", (None, False), _BIAS_LEFT_OUT)
 _AS_MINISTRAL = Refusal("layer_types", (None,), "for which the model library would load it as model_type ministral")
 _NORMALIZED = Refusal("norm_topk_prob", (None, True), "but that backend normalizes the weights of experts")
 _SCALED = Refusal("routed_scaling_factor", (None, 1), "which only that backend would apply")
-_NO_QUERY_RANK = Refusal("q_lora_rank", (), "but that backend would add a norm before the queries", refused=(None, 0))
 _DEEPSEEK = (
     Refusal("attention_bias", (None, False), _NOT_IN_ENGINE),
     Refusal("moe_layer_freq", (None, 1), "but the model library takes 1"),
@@ -153,6 +150,7 @@ _GEMMA_4 = (
     Refusal("num_kv_shared_layers", (None, 0), "but layers of that backend share no keys and values"),
     Refusal("use_bidirectional_attention", (None, False, "vision"), "but tokens of that backend see no later ones"),
 )
+_ONE_DENSE_LAYER = Refusal("first_k_dense_replace", (None, 1), "but the model library takes 1")
 _GPT_OSS = (
     Refusal("attention_bias", (None, True), "but the engine has biases in all projections"),
     Refusal("rms_norm_eps", (None, 1e-5), "but the engine takes 1e-05"),
@@ -198,17 +196,16 @@ FAMILIES: Mapping[str, ModelFamily] = {
         ModelFamily(
             "deepseek_v2",
             "DeepSeek-V2-Lite",
-            (DTENSOR,),
+            (DTENSOR, MEGATRON),
             mends_latent_attention=True,
-            refused={DTENSOR: _DEEPSEEK_V2},
+            refused={DTENSOR: _DEEPSEEK_V2, MEGATRON: _DEEPSEEK_V2},
         ),
         ModelFamily(
             "deepseek_v3",
             "DeepSeek-V3, Moonlight",
             (DTENSOR, MEGATRON),
-            titles={MEGATRON: "DeepSeek-V3"},
             has_expert_bias=True,
-            refused={DTENSOR: _DEEPSEEK, MEGATRON: (*_DEEPSEEK, _NORMALIZED, _NO_QUERY_RANK)},
+            refused={DTENSOR: _DEEPSEEK, MEGATRON: (*_DEEPSEEK, _NORMALIZED)},
         ),
         ModelFamily(
             "dots1",
@@ -294,10 +291,10 @@ FAMILIES: Mapping[str, ModelFamily] = {
         ModelFamily(
             "glm4_moe_lite",
             "GLM-4.7-Flash",
-            (DTENSOR,),
+            (DTENSOR, MEGATRON),
             has_expert_bias=True,
             mends_latent_attention=True,
-            refused={DTENSOR: (Refusal("first_k_dense_replace", (None, 1), "but the model library takes 1"),)},
+            refused={DTENSOR: (_ONE_DENSE_LAYER,), MEGATRON: (_ONE_DENSE_LAYER, _NORMALIZED)},
         ),
         ModelFamily(
             "gpt_oss",
@@ -343,10 +340,11 @@ FAMILIES: Mapping[str, ModelFamily] = {
         ModelFamily(
             "minimax_m2",
             "MiniMax-M2",
-            (DTENSOR,),
+            (DTENSOR, MEGATRON),
             has_expert_bias=True,
             rotates_part=True,
-            refused={DTENSOR: _MINIMAX_M2},
+            unsplit_by=(MEGATRON,),
+            refused={DTENSOR: _MINIMAX_M2, MEGATRON: _MINIMAX_M2},
         ),
         ModelFamily("ministral3", "Ministral 3 (text)", (DTENSOR,), has_window=windows.everywhere),
         ModelFamily(

@@ -48,7 +48,7 @@ def _line(family: ModelFamily, backend: str, results: Results) -> str:
         if entry["model_type"] == family.model_type
     ]
     facts = {fact for _, entry in seen for fact in entry["facts"]}
-    cells = [family.titles.get(backend, family.title), f"`{family.model_type}`", BACKENDS[backend]]
+    cells = [family.title, f"`{family.model_type}`", BACKENDS[backend]]
     cells += ["yes" if fact in facts else "-" for fact in (TP, SP, CP, PACKING, LORA, EXPERTS)]
     cells += [", ".join(refused_settings(family, backend)), _checked(seen)]
     return "| " + " | ".join(cells) + " |"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from collections.abc import Sequence
@@ -104,7 +105,7 @@ def build_model(settings: PolicySettings, cfg: MegatronConfig, *, is_frozen: boo
             f"policy.model_name={settings.model_name} is a model that Megatron-Bridge cannot convert "
             f"({' '.join(str(error).split())}); {advice(hf_config.to_dict(), MEGATRON)}"
         ) from error
-    bridge.hf_pretrained.config = hf_config
+    bridge.hf_pretrained.config = _without_predictions(hf_config)
     folder = ModelFolder(
         bridge.hf_pretrained.state.source,
         settings.model_name,
@@ -187,6 +188,14 @@ def _predicting_layers(hf_config: Any) -> range:
     """Return the layers for multi-token prediction after the model's own; they are neither used nor trained."""
     first = hf_config.num_hidden_layers
     return range(first, first + (getattr(hf_config, "num_nextn_predict_layers", None) or 0))
+
+
+def _without_predictions(hf_config: Any) -> Any:
+    """Copy a config without layers for multi-token prediction, of which the bridge would export copies (GLM-4.7)."""
+    own = copy.deepcopy(hf_config)
+    if getattr(own, "num_nextn_predict_layers", None):
+        own.num_nextn_predict_layers = 0
+    return own
 
 
 def _tied_names(hf_config: Any) -> tuple[str, str] | None:

@@ -80,8 +80,7 @@ BROKEN: dict[str, list[tuple[list[str], str, dict[str, Any] | None]]] = {
         ([f"{KEY}.expert_model_parallel_size=2", f"{KEY}.moe_token_dispatcher_type=allgather"], "to alltoall", None)
     ],
     "megatron_takes_the_whole_model": [
-        ([], "has model_type deepseek_v2, but", {"model_type": "deepseek_v2"}),
-        ([], "has q_lora_rank null, but", {**LATENT, "q_lora_rank": None}),
+        ([], "has model_type deepseek_v4, but", {"model_type": "deepseek_v4"}),
         (
             [],
             "has mscale 1.0 and mscale_all_dim 0.7, but",

@@ -11,7 +11,7 @@ from model_families import PUBLISHED, family_config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nemo_offload_rl.generation.vllm.engine_args import as_the_policy_reads_it
-from nemo_offload_rl.models.families import FAMILIES, MEGATRON, unsupported_settings
+from nemo_offload_rl.models.families import FAMILIES, unsupported_settings
 from nemo_offload_rl.models.rope import for_engine, with_published_factor, yarn_score_factor
 from nemo_offload_rl.models.served import unserved
 
@@ -22,10 +22,7 @@ def test_settings_like_those_of_a_published_model_are_refused_by_nothing(name):
     reason = unserved(config, 8192)
     assert reason is None if FAMILIES[config["model_type"]].is_served else "vLLM 0.25.1 does not serve" in str(reason)
     for backend in FAMILIES[config["model_type"]].trained_by:
-        expected = None
-        if (name, backend) == ("moonlight", MEGATRON):  # whose row of the page says DeepSeek-V3 alone
-            expected = "q_lora_rank null, but that backend would add a norm before the queries"
-        assert unsupported_settings(config, backend) == expected
+        assert unsupported_settings(config, backend) is None
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}

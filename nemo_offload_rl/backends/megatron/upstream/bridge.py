@@ -6,13 +6,17 @@ layers, which have one module for each expert. Qwen3-MoE's bridge lacks dense la
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from fnmatch import fnmatch
 from functools import partial, wraps
 from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from nemo_offload_rl.backends.hf.weight_files import WeightFiles
 from nemo_offload_rl.backends.megatron.upstream.local_layers import local_block
@@ -29,9 +33,12 @@ def complete_provider(provider: Any, hf_config: Any) -> None:
         hf_config: The model's config.
     """
     completions = {
+        "deepseek_v2": _set_latent_attention,
         "deepseek_v3": _set_latent_attention,
         "exaone_moe": _set_biases_and_rotation,
         "glm4_moe": _set_shared_experts,
+        "glm4_moe_lite": _set_latent_attention,
+        "minimax_m2": _set_whole_norms,
         "olmoe": _set_whole_norms,
         "qwen3_moe": _set_dense_layers,
     }
@@ -53,18 +60,25 @@ def _set_whole_norms(provider: Any, hf_config: Any) -> None:
     """Set norms over all heads of queries and of keys: the bridge's norm for OLMoE assumes as many keys as queries."""
     from megatron.bridge.models.minimax_m2.minimax_m2_provider import FullDimKNorm, FullDimQNorm
 
+    def set_norms(attention: Any) -> None:
+        attention.module = SelfAttention
+        attention.submodules.q_layernorm, attention.submodules.k_layernorm = FullDimQNorm, FullDimKNorm
+
+    _change_attention(provider, set_norms)
+
+
+def _change_attention(provider: Any, change: Callable[[Any], None]) -> None:
+    """Change the spec of each layer's attention in place, whenever the provider makes specs."""
     make_layers = provider.transformer_layer_spec
 
     @wraps(make_layers)
-    def make_layers_with_norms(*args: Any, **kwargs: Any) -> Any:
+    def make_changed_layers(*args: Any, **kwargs: Any) -> Any:
         layers = make_layers(*args, **kwargs)
         for layer in getattr(layers, "layer_specs", None) or [layers]:
-            attention = layer.submodules.self_attention
-            attention.module = SelfAttention
-            attention.submodules.q_layernorm, attention.submodules.k_layernorm = FullDimQNorm, FullDimKNorm
+            change(layer.submodules.self_attention)
         return layers
 
-    provider.transformer_layer_spec = make_layers_with_norms
+    provider.transformer_layer_spec = make_changed_layers
 
 
 def _set_biases_and_rotation(provider: Any, hf_config: Any) -> None:
@@ -87,6 +101,26 @@ def _set_latent_attention(provider: Any, hf_config: Any) -> None:
     provider.rotary_scaling_factor = rope.get("factor") or 1.0
     provider.mscale_all_dim = rope.get("mscale_all_dim") or 0.0
     provider.num_query_groups = provider.num_attention_heads
+    if provider.q_lora_rank is None:
+        _change_attention(provider, _project_plainly)
+
+
+def _project_plainly(attention: Any) -> None:
+    attention.module = PlainQueries
+
+
+class PlainQueries(MLASelfAttention):
+    """Latent attention with queries projected from hidden states, as in DeepSeek-V2-Lite and Moonlight.
+
+    Megatron-core 0.19.2 would put a norm before this projection, which the models do not have.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        like_others = copy(self.config)
+        like_others.q_lora_rank = self.config.kv_lora_rank  # only asked whether it is None
+        found = QKNormConfigResolver(like_others, submodules).resolve()
+        queries = {"linear_q_proj": submodules.linear_q_proj, "linear_q_up_proj": IdentityOp, "q_layernorm": IdentityOp}
+        return {**found, **queries}
 
 
 def complete_bridge(auto_bridge: Any) -> Any:
