@@ -12,7 +12,7 @@ import shlex
 import statistics
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -27,7 +27,7 @@ from qwen3_shapes import is_written, shape_of, write_model  # noqa: E402
 
 GB, GIB = 10**9, 2**30
 LIBRARIES = ("torch", "transformers", "vllm", "ray", "megatron-core", "megatron-bridge", "transformer-engine", "trl")
-# A few short responses on a CPU, to try a script that runs GRPO.
+# A few short responses on a CPU, to try a script that runs GRPO; the optimizer is DTensor's.
 CPU_OVERRIDES = [
     "cluster.gpus_per_node=0",
     "policy.precision=float32",
@@ -133,8 +133,9 @@ def probe_link(device: str, num_bytes: int = 4 << 30) -> dict[str, float]:
     import torch
 
     rates = {"d2h": 0.0, "h2d": 0.0}
-    if device != "cuda":
+    if not device.startswith("cuda"):
         return rates
+    torch.cuda.set_device(device)
     on_device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     for direction, (target, source) in {"d2h": (host, on_device), "h2d": (on_device, host)}.items():
@@ -145,3 +146,33 @@ def probe_link(device: str, num_bytes: int = 4 << 30) -> dict[str, float]:
             torch.cuda.synchronize()
             rates[direction] = max(rates[direction], num_bytes / (time.perf_counter() - start) / GB)
     return rates
+
+
+def probe_links(count: int, device: str = "cuda") -> dict[str, list[dict[str, float]]]:
+    """Rates of the links of the first `count` GPUs: of the first one `alone`, and of all while they copy `together`.
+
+    Each GPU is used by a process of its own, which leaves nothing on it.
+    """
+    context = multiprocessing.get_context("spawn")
+    found = {}
+    for name, number in {"alone": 1, "together": count}.items():
+        barrier = context.Barrier(number)
+        with ProcessPoolExecutor(number, context, _wait_at, (barrier,)) as pool:
+            found[name] = list(pool.map(_probe_at_once, [f"{device}:{place}" for place in range(number)]))
+    return found
+
+
+def _wait_at(barrier: Any) -> None:
+    global _barrier
+    _barrier = barrier
+
+
+def _probe_at_once(device: str) -> dict[str, float]:
+    import torch
+
+    torch.zeros(1, device=device)  # which makes the context
+    _barrier.wait(120)
+    return probe_link(device)
+
+
+_barrier: Any = None  # of a process that probes

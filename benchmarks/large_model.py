@@ -3,19 +3,26 @@
     python benchmarks/large_model.py --steps 3 --out results                                  # 14 B
     python benchmarks/large_model.py --shape 8B --config benchmarks/large_model_8b_24gb.yaml --out results
     python benchmarks/large_model.py --shape 8B --config benchmarks/host_memory.yaml --out results
+    python benchmarks/large_model.py --shape llama-8B --config benchmarks/reference_8b.yaml --gpus 8 --out results
     python benchmarks/large_model.py --shape tiny --steps 2 --cpu --out results
+    python benchmarks/large_model.py --shape tiny --config benchmarks/reference_8b.yaml --gpus 2 --cpu --out results
 
 The model is made on the GPU and written to `--dir` (a temporary folder without it), which should be on a disk: in a
 tmpfs it takes main memory itself. A reward is 1 for a response with any character of the tokenizer's, which a few
 responses of a group have, so that gradients are not 0. Overrides of the configuration follow the options, as KEY=VALUE.
 
-It prints a line for each step (seconds by phase, exposed and hidden copies, GiB moved, utilisation in training), then
-GiB of the GPU by phase and owner, and main memory: planned and taken, at the moment when the processes took most
-together. Every few seconds the processes of the run are read (`Pss` of /proc/PID/smaps_rollup, which counts a page that
-n processes share as an n-th in each; resident sizes where there is no such file). That file is read again only where
-the resident size has changed by 0.4 % or 64 MiB: the kernel goes through all pages for it, 20 ms a GiB, and the process
-waits meanwhile to map memory. `large_model.json` in `--out` is written all along.
-Docs: docs/measurements/large-models.md, and small-gpus.md, two-gpus.md and posted.md there.
+`--gpus` and `--prompts` are for runs of one configuration on machines of several sizes; on CPUs `--gpus` is the number
+of policy workers, which gloo connects. The links of the GPUs to the host are probed before the run, of one GPU alone
+and of all at the same time (`link_gb_per_s`).
+
+It prints a line for each step (seconds by phase, exposed and hidden copies and the share of the step that is exposed,
+GiB moved, utilisation in training, how far the probabilities of engine and policy are apart), then GiB of the GPU by
+phase and owner, and main memory: planned and taken, at the moment when the processes took most together. Every few
+seconds the processes of the run are read (`Pss` of /proc/PID/smaps_rollup, which counts a page that n processes share
+as an n-th in each; resident sizes where there is no such file). That file is read again only where the resident size
+has changed by 0.4 % or 64 MiB: the kernel goes through all pages for it, 20 ms a GiB, and the process waits meanwhile
+to map memory. `large_model.json` in `--out` is written all along.
+Docs: docs/measurements/large-models.md, and small-gpus.md, two-gpus.md, posted.md and eight-gpus.md there.
 """
 
 from __future__ import annotations
@@ -32,7 +39,7 @@ from typing import Any
 
 import hybrid_shapes
 import psutil
-from common import CPU_OVERRIDES, GIB, ROOT, make_model, measured_with, steps_in, write_result
+from common import CPU_OVERRIDES, GIB, ROOT, make_model, measured_with, probe_links, steps_in, write_result
 from hybrid_shapes import HYBRID_SHAPES
 from qwen3_shapes import MOE_SHAPES, SHAPES, num_parameters, shape_of
 
@@ -44,7 +51,7 @@ REREAD_PART = 1 / 256
 CPU_STREAMING = [
     "policy.dtensor_cfg.offload_optimizer_states=true",
     "policy.dtensor_cfg.offload_optimizer_states_chunk_mib=1",
-    "policy.dtensor_cfg.torch_compile=false",
+    "++policy.residency_overrides.params=device",
 ]
 
 
@@ -178,10 +185,13 @@ def score(response: str) -> float:
 def step_line(step: Mapping[str, float]) -> str:
     """Seconds of a step by phase, what of them was waited for residency, and the utilisation in training."""
     seconds = [f"{name} {step[f'timing/{name}_s']:.2f}" for name in SECONDS if f"timing/{name}_s" in step]
-    exposed = f"residency exposed {step['residency/exposed_s']:.2f}, hidden {step['residency/hidden_s']:.2f}"
+    exposed_s = step["residency/exposed_s"]
+    exposed = f"residency exposed {exposed_s:.2f} ({exposed_s / step['timing/total_s']:.1%} of the step)"
+    exposed += f", hidden {step['residency/hidden_s']:.2f}"
     moved = f"out {step['residency/bytes_out'] / GIB:.1f} GiB, in {step['residency/bytes_in'] / GIB:.1f} GiB"
     utilisation = f", MFU of training {100 * step['train/training_mfu']:.1f} %" if "train/training_mfu" in step else ""
-    return f"step {step['step']:.0f}, s: {', '.join(seconds)}; {exposed}; {moved}{utilisation}"
+    apart = f", token_mult_prob_error {step['train/token_mult_prob_error']:.4f}"
+    return f"step {step['step']:.0f}, s: {', '.join(seconds)}; {exposed}; {moved}{utilisation}{apart}"
 
 
 def gpu_table(step: Mapping[str, float]) -> str:
@@ -210,11 +220,11 @@ class Report:
     Args:
         arguments: The command line.
         model_s: Seconds that the model took.
+        num_gpus: GPUs of a host, whose links are probed.
     """
 
-    def __init__(self, arguments: argparse.Namespace, model_s: float) -> None:
+    def __init__(self, arguments: argparse.Namespace, model_s: float, num_gpus: int) -> None:
         self.watch = Watch(self.update)
-        self.begin_s = time.perf_counter()
         self._log_dir = arguments.out / "run"
         self._target = arguments.out / "large_model.json"
         shape, hybrid = arguments.shape, arguments.shape in HYBRID_SHAPES
@@ -224,7 +234,9 @@ class Report:
             **measured_with(),
             "num_parameters": self._count,
             "model_s": model_s,
+            "link_gb_per_s": probe_links(num_gpus) if num_gpus else {},
         }
+        self.begin_s = time.perf_counter()
 
     def update(self) -> None:
         """Print new steps, and write everything."""
@@ -260,10 +272,33 @@ class Report:
         print(f"run {time.perf_counter() - self.begin_s:.0f} s, model {self._known['model_s']:.0f} s before it")
 
 
+def overrides_of(arguments: argparse.Namespace, model: Path) -> list[str]:
+    """What the command line changes of a configuration, its own overrides left out."""
+    overrides = [
+        f"policy.model_name={model}",
+        f"logger.log_dir={arguments.out / 'run'}",
+        f"grpo.max_num_steps={arguments.steps}",
+        "data.default.env_name=any_text",
+        f"++env.any_text.target={Path(__file__).resolve()}:score",
+        "++env.any_text.num_workers=0",
+    ]
+    if arguments.cpu:  # a configuration of the DTensor backend: Megatron's needs a GPU
+        overrides += [*CPU_OVERRIDES, "policy.dtensor_cfg.torch_compile=false", "policy.gpu_memory_limit_gib=null"]
+        overrides += CPU_STREAMING if arguments.config is None else []
+    if arguments.gpus:
+        overrides.append(f"cluster.{'cpu_workers_per_node' if arguments.cpu else 'gpus_per_node'}={arguments.gpus}")
+    if arguments.prompts:
+        batch = "${mul:${grpo.num_prompts_per_step},${grpo.num_generations_per_prompt}}"
+        overrides += [f"grpo.num_prompts_per_step={arguments.prompts}", f"policy.train_global_batch_size={batch}"]
+    return overrides
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="14B", choices=[*SHAPES, *MOE_SHAPES, *HYBRID_SHAPES])
     parser.add_argument("--config", type=Path, help="large_model_14b.yaml without it, on CPU grpo_gpu.yaml")
+    parser.add_argument("--gpus", type=int, metavar="N", help="if not as the configuration has it")
+    parser.add_argument("--prompts", type=int, metavar="N", help="of a step, all responses to which are one batch")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--cpu", action="store_true", help="the DTensor backend and a few short responses")
     parser.add_argument("--out", type=Path, required=True, help="folder for large_model.json and the run's own files")
@@ -274,28 +309,16 @@ def main() -> None:
     model = (arguments.dir or Path(tempfile.mkdtemp(prefix="large_model_"))) / "model"
     arguments.out.mkdir(parents=True, exist_ok=True)
     make_model(model, arguments.shape, "cpu" if arguments.cpu else "cuda")
-    report = Report(arguments, time.perf_counter() - begin_s)
+    model_s = time.perf_counter() - begin_s
 
     from nemo_offload_rl.runs.loading import load_grpo_config
     from nemo_offload_rl.runs.rollouts import run_grpo
     from nemo_offload_rl.utils.cli import set_up_logging
 
     set_up_logging()
-    overrides = [
-        f"policy.model_name={model}",
-        f"logger.log_dir={arguments.out / 'run'}",
-        f"grpo.max_num_steps={arguments.steps}",
-        "data.default.env_name=any_text",
-        f"++env.any_text.target={Path(__file__).resolve()}:score",
-        "++env.any_text.num_workers=0",
-        *(CPU_OVERRIDES if arguments.cpu else []),
-    ]
-    if arguments.cpu and arguments.config is None:
-        overrides += [*CPU_STREAMING, "++policy.residency_overrides.params=device"]
-    elif arguments.cpu:  # of a file for the DTensor backend
-        overrides += ["policy.dtensor_cfg.torch_compile=false", "policy.gpu_memory_limit_gib=null"]
     file = arguments.config or ROOT / "benchmarks" / ("grpo_gpu.yaml" if arguments.cpu else "large_model_14b.yaml")
-    config = load_grpo_config(file, [*overrides, *arguments.overrides])
+    config = load_grpo_config(file, [*overrides_of(arguments, model), *arguments.overrides])
+    report = Report(arguments, model_s, config.cluster.gpus_per_node)
     report.watch.start()
     try:
         run_grpo(config)

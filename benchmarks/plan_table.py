@@ -1,18 +1,21 @@
-"""Plans of measured runs next to what they took, as three tables for docs/measurements/plans.md.
+"""Plans of measured runs next to what they took, as three tables for docs/measurements/plans.md, and plans of others.
 
     python benchmarks/plan_table.py
+    python benchmarks/plan_table.py --ahead                 # the last table alone
 
 The first has the runs of `plan_runs.py`, with the policy's peaks in each phase as torch counts them. Every run of the
 second is a file of benchmarks/results that `large_model.py` or an earlier form of `grpo_vs_peers.py` wrote, whose GiB
 are those of all owners as the GPU driver counts them. Plans are for the mean length of the run's sequences; measured
 seconds are medians of the steps after the first, and GiB are those of the last step. The third has the seconds that
-`--fit` plans for its own choice. Needs no GPU.
+`--fit` plans for its own choice. A last table, for docs/measurements/eight-gpus.md, has plans that were made before the
+runs; a run that was made has a file of benchmarks/results of its name. Needs no GPU.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,12 +40,13 @@ PHASES = {"TRAINING": "training", "LP_INFERENCE": "logprobs", "GENERATION": "gen
 
 @dataclass(frozen=True)
 class Case:
-    """A measured run: its shape, configuration, GPU, and overrides."""
+    """A run: its shape, configuration, GPU, and overrides; if it is not measured yet, mean tokens of a sequence."""
 
     shape: str
     config: str
     gpu: str = "H200"
     overrides: tuple[str, ...] = ()
+    length: int = 0
 
 
 _STREAM = "policy.megatron_cfg.optimizer.offload_optimizer_states_fraction=0.7"
@@ -67,6 +71,41 @@ CASES = {
     "large_model_moe_30b_h100": Case("30B-A3B", "large_model_moe_30b.yaml", "H100"),
     "large_model_32b": Case("32B", "large_model_32b.yaml"),
 }
+
+
+_HOST_GIB = {1: 128, 2: 256, 4: 512, 8: 560}  # by GPUs
+_KEPT = ("++policy.residency_overrides.params=device", "++policy.residency_overrides.optimizer=device")
+
+
+def _reference_8b(gpus: int, prompts: int, backend: str, *overrides: str) -> Case:
+    """Llama-3.1-8B on so many GPUs, eight responses to each prompt."""
+    config = "reference_8b_megatron.yaml" if backend == "megatron" else "reference_8b.yaml"
+    sizes = (
+        f"cluster.gpus_per_node={gpus}",
+        f"grpo.num_prompts_per_step={prompts}",
+        f"policy.train_global_batch_size={8 * prompts}",
+    )
+    return Case("llama-8B", config, overrides=(*sizes, *overrides), length=803)
+
+
+_FIT = {
+    "dtensor": (*_KEPT, "policy.train_micro_batch_size=16", "policy.dtensor_cfg.activation_checkpointing=false"),
+    "megatron": (*_KEPT, "policy.train_micro_batch_size=16", "policy.megatron_cfg.activation_checkpointing=false"),
+}
+_FIT_8 = ("policy.logprob_batch_size=64", "policy.generation.vllm_cfg.tensor_parallel_size=2")
+AHEAD = {
+    **{
+        f"reference_8b_{backend}_{gpus}_gpus_{8 * prompts}": _reference_8b(gpus, prompts, backend)
+        for backend in ("dtensor", "megatron")
+        for gpus, prompts in ((1, 64), (2, 64), (4, 64), (8, 64), (1, 8), (2, 16), (4, 32))
+    },
+    **{
+        f"reference_8b_{backend}_{gpus}_gpus_fit": _reference_8b(gpus, 64, backend, *_FIT[backend], *more)
+        for backend in ("dtensor", "megatron")
+        for gpus, more in ((4, ("policy.logprob_batch_size=128",)), (8, _FIT_8))
+    },
+}
+"""Runs that are planned before they are made, by the name of their result."""
 
 
 def read_result(name: str) -> dict[str, Any]:
@@ -208,15 +247,51 @@ def short_row(name: str, ran: Mapping[str, Any], gpu: str, folder: Path) -> list
     return [*cells, pair(plan.step_s, taken_s), f"{100 * (plan.step_s / taken_s - 1):+.0f} %"]
 
 
+def row_ahead(name: str, case: Case, folder: Path) -> list[str]:
+    """Cells of a run that is planned ahead: GPUs, seconds by stage, exposed copies, memory, and measured seconds."""
+    write_config(folder, case.shape)
+    gpus = next(int(key.partition("=")[2]) for key in case.overrides if key.startswith("cluster.gpus_per_node"))
+    target = Target(KNOWN[case.gpu], usable_host_bytes(_HOST_GIB[gpus]), length=case.length)
+    overrides = [*case.overrides, f"policy.model_name={folder}"]
+    plan, _ = plan_run(ROOT / "benchmarks" / case.config, overrides, target)
+    assert plan.seconds is not None
+    assert plan.step_s is not None
+    seconds = {str(stage): cost.total_s for stage, cost in plan.seconds.items()}
+    exposed_s = sum(cost.exposed_s for cost in plan.seconds.values())
+    fullest = max(plan.phases, key=lambda use: use.total_bytes)
+    stages = ("refit", "generation", "logprobs", "reference", "training", "update")
+    is_run = (ROOT / "benchmarks" / "results" / f"{name}.json").exists()
+    taken = f"{statistics.median(step['timing/total_s'] for step in steps_of(name)):.1f}" if is_run else "not run"
+    memory = [f"{fullest.total_bytes / GIB:.0f}, {fullest.phase.value}", f"{sum(plan.owners.values()) / GIB:.0f}"]
+    return [
+        f"`{name}`",
+        *(f"{seconds[stage]:.1f}" if stage in seconds else "" for stage in stages),
+        f"{exposed_s:.2f} ({exposed_s / plan.step_s:.1%})",
+        *(memory if not plan.problems else [f"does not fit: {plan.problems[0][:90]}", ""]),
+        f"{plan.step_s:.1f}",
+        taken,
+    ]
+
+
 def table(titles: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """A Markdown table."""
     lines = [titles, ["---"] * len(titles), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def print_ahead(folder: Path) -> None:
+    """Print the table of runs that are planned ahead."""
+    stages = ("refit", "generation", "logprobs", "reference", "training", "update")
+    titles = ["run", *stages, "exposed", "fullest GPU, GiB", "host, GiB", "step, s", "measured, s"]
+    print(table(titles, [row_ahead(name, case, folder / case.shape) for name, case in AHEAD.items()]))
+
+
 def main() -> None:
     """Print the tables."""
     with tempfile.TemporaryDirectory() as folder:
+        if "--ahead" in sys.argv:
+            print_ahead(Path(folder))
+            return
         titles = [
             "run",
             "model",
@@ -234,7 +309,9 @@ def main() -> None:
         rows = [row(name, case, Path(folder) / case.shape) for name, case in CASES.items()]
         print(table([*titles, "step, s", ""], rows), end="\n\n")
         titles = ["run", "model", "measured, s", "planned, s", "of `--fit`, planned s", "fullest GPU, GiB", "changes"]
-        print(table(titles, [fit_row(name, CASES[name], Path(folder) / CASES[name].shape) for name in FITTED]))
+        rows = [fit_row(name, CASES[name], Path(folder) / CASES[name].shape) for name in FITTED]
+        print(table(titles, rows), end="\n\n")
+        print_ahead(Path(folder))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Shapes of Qwen3 models, dense and mixtures of experts, and model folders with random weights of such a shape.
+"""Shapes of Qwen3 models, dense and mixtures of experts, and of Llama; model folders with random weights of a shape.
 
 Benchmarks move what training moves without downloading anything.
 """
@@ -70,6 +70,23 @@ class Qwen3Shape:
         return [*rows, ("norm", (self.hidden,))]
 
 
+class LlamaShape(Qwen3Shape):
+    """The sizes of a Llama 3 model's configuration: Qwen3's layers without norms of queries and keys."""
+
+    def parameters(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Names and shapes in the model's order."""
+        return [row for row in super().parameters() if not row[0].endswith(("q_norm", "k_norm"))]
+
+    def own_config(self) -> dict[str, Any]:
+        """Entries of config.json that differ from Qwen3's."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "intermediate_size": self.intermediate,
+            "mlp_bias": False,
+        }
+
+
 @dataclass(frozen=True)
 class MoeShape:
     """The sizes of a Qwen3-MoE model's configuration."""
@@ -109,6 +126,8 @@ class MoeShape:
 
 SHAPES = {
     "tiny": Qwen3Shape(hidden=256, layers=2, intermediate=512, heads=4, kv_heads=2, vocab=1024),
+    "llama-tiny": LlamaShape(hidden=256, layers=2, intermediate=512, heads=4, kv_heads=2, vocab=1024),
+    "llama-8B": LlamaShape(hidden=4096, layers=32, intermediate=14336, heads=32, kv_heads=8, vocab=128256),
     # The layers of 0.6B, so narrow that on a CPU nearly all seconds are the host's.
     "narrow": Qwen3Shape(hidden=64, layers=28, intermediate=128, heads=4, kv_heads=2, head_dim=16, vocab=512),
     "8-layers": Qwen3Shape(hidden=1024, layers=8, intermediate=3072, heads=16, kv_heads=8),  # of the next
@@ -123,6 +142,7 @@ SHAPES = {
     "14B": Qwen3Shape(hidden=5120, layers=40, intermediate=17408, heads=40, kv_heads=8),
     # The sizes of Mistral Small 24B.
     "24B": Qwen3Shape(hidden=5120, layers=40, intermediate=32768, heads=32, kv_heads=8, vocab=131072),
+    "27B": Qwen3Shape(hidden=5120, layers=64, intermediate=20480, heads=48, kv_heads=8, vocab=248320),  # no model's
     "32B": Qwen3Shape(hidden=5120, layers=64, intermediate=25600, heads=64, kv_heads=8),
 }
 
@@ -214,8 +234,9 @@ def _layer(shape: Qwen3Shape | MoeShape, i: int) -> Iterator[Row]:
     for name, rows in (("q", q), ("k", kv), ("v", kv)):
         yield f"{place}.self_attn.{name}_proj.weight", (rows, shape.hidden), STD
     yield f"{place}.self_attn.o_proj.weight", (shape.hidden, q), STD
-    yield f"{place}.self_attn.q_norm.weight", (shape.head_dim,), None
-    yield f"{place}.self_attn.k_norm.weight", (shape.head_dim,), None
+    if not isinstance(shape, LlamaShape):
+        yield f"{place}.self_attn.q_norm.weight", (shape.head_dim,), None
+        yield f"{place}.self_attn.k_norm.weight", (shape.head_dim,), None
     yield from shape.mlp(place)
 
 
