@@ -136,7 +136,7 @@ class GrpoTrainer:
                 reference_logprobs = policy.get_reference_logprobs(batch, counted_only=True)
 
         with timer.phase("advantages"):
-            advantages = self._advantages(rollouts, rewards, batch, prev_logprobs, reference_logprobs)
+            advantages = self._advantages(groups, rewards, batch, prev_logprobs, reference_logprobs)
             training_batch = batch.with_policy_gradient_inputs(
                 advantages=advantages,
                 prev_logprobs=prev_logprobs,
@@ -177,7 +177,8 @@ class GrpoTrainer:
             return SampledGroups.all_of(loop.draw(step, 0, next(iter(loader)), loop.engine.start_handover))
         batches = (loop.draw(step, draw, prompts) for draw, prompts in enumerate(loader))
         max_batches = settings.dynamic_sampling_max_gen_batches
-        return sample_until_full(batches, num_prompts=settings.num_prompts_per_step, max_batches=max_batches)
+        num_prompts, drops = settings.num_prompts_per_step, settings.dynamic_sampling_drops
+        return sample_until_full(batches, num_prompts=num_prompts, max_batches=max_batches, drops=drops)
 
     def _training_rewards(self, rollouts: RolloutBatch) -> Tensor:
         """Return [B] rewards after scaling and shaping."""
@@ -193,20 +194,20 @@ class GrpoTrainer:
 
     def _advantages(
         self,
-        rollouts: RolloutBatch,
+        groups: SampledGroups,
         rewards: Tensor,
         batch: SampledBatch,
         prev_logprobs: Tensor | None,
         reference_logprobs: Tensor | None,
     ) -> Tensor:
         """Compute advantages [B, S]."""
-        rewards_PG = rewards.reshape(rollouts.num_prompts, rollouts.group_size)
+        rollouts, rewards_PG = groups.trained, groups.in_groups(rewards)
         advantages = self._code.advantages(rollouts, rewards_PG, batch.loss_mask)
         if advantages is not None:
             return advantages
         kl_BS = self._clipped.kl_in_reward(prev_logprobs, reference_logprobs)
-        parts_PG = {name: part.reshape(rewards_PG.shape) for name, part in rollouts.reward_parts().items()}
-        owners, scored_PG = rollouts.row_owners(), rollouts.scored_PG()
+        parts_PG = {name: groups.in_groups(part) for name, part in rollouts.reward_parts().items()}
+        owners, scored_PG = groups.row_places(), groups.in_groups(rollouts.scored())
         return token_advantages(self._settings, rewards_PG, batch.loss_mask, kl_BS, parts_PG, owners, scored_PG)
 
     def _about_sampling(self, step: int, groups: SampledGroups, kept: Tensor | None) -> dict[str, float]:

@@ -60,16 +60,14 @@ def _baseline(draft: Draft) -> None:
                 draft.ignore(outer, "the estimator's value is what advantages are computed with")
         else:
             draft.keep(outer, draft.get(outer, True))
-    if draft.get("grpo.use_dynamic_sampling") and draft.get("grpo.use_leave_one_out_baseline", True):
-        draft.missing(
-            "grpo.use_leave_one_out_baseline",
-            "dynamic sampling that drops single responses, whose leave-one-out deviation is 0",
-        )
 
 
 @converts(algorithms="grpo", reads="grpo.dynamic_sampling_max_gen_batches")
 def _dynamic_sampling(draft: Draft) -> None:
     key = "grpo.dynamic_sampling_max_gen_batches"
+    # The outer key counts here, whatever the estimator's is.
+    if draft.get("grpo.use_dynamic_sampling") and draft.get("grpo.use_leave_one_out_baseline", True):
+        draft.fill("grpo.dynamic_sampling_drops", "responses", "those whose leave-one-out deviation is 0")
     if draft.get("grpo.use_dynamic_sampling") and draft.number(key) is not None:
         draft.convert(key, draft.number(key) + 1, "NeMo-RL tries one more batch before the error")
 

@@ -62,6 +62,13 @@ class Replay:
         """
         in_groups = [group for group in groups(rollouts) if any(r["advantage"] is not None for r in group)]
         trained = [rollout for group in in_groups for rollout in group]
+        if self._config.grpo.dynamic_sampling_drops == "responses":
+            trained = [rollout for rollout in trained if rollout["advantage"] is not None]
+            for group in in_groups:
+                for rollout in group:  # kept only if the others differ; the surplus of the last groups is dropped too
+                    others = {other["reward"] for other in scored(group) if other is not rollout}
+                    assert rollout["advantage"] is None or len(others) > 1
+            assert len(trained) == self._config.grpo.num_prompts_per_step * self._config.grpo.num_generations_per_prompt
         judged = scored(trained)
         num_trained = sum(len(rollout["prompt_token_ids"]) + len(rollout["token_ids"]) for rollout in trained)
         self._total_tokens += num_trained

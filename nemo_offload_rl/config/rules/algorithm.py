@@ -30,6 +30,26 @@ def dynamic_sampling_needs_groups(cfg: GrpoMasterConfig) -> str | None:
     return None
 
 
+def parts_of_groups_are_compared_by_the_package(cfg: GrpoMasterConfig) -> str | None:
+    """`dynamic_sampling_drops: responses` needs three responses, dynamic sampling, and no code for whole groups."""
+    grpo = cfg.grpo
+    if grpo.dynamic_sampling_drops == "groups":
+        return None
+    told = "grpo.dynamic_sampling_drops is responses, but"
+    if not grpo.use_dynamic_sampling:
+        return f"{told} use_dynamic_sampling is false, so nothing is dropped; set that to true, or this key to groups"
+    if grpo.num_generations_per_prompt < 3:
+        return (
+            f"{told} num_generations_per_prompt is {grpo.num_generations_per_prompt}, so that the others of a response "
+            "never differ; set it to 3 or more, or this key to groups"
+        )
+    filters = grpo.rollout_filter is not None and grpo.rollout_filter.target is not None
+    if filters or grpo.adv_estimator.target is not None:
+        name = "rollout_filter" if filters else "adv_estimator"
+        return f"{told} {name}.target is code that gets whole groups; set this key to groups, or {name}.target to null"
+    return None
+
+
 def only_dynamic_sampling_draws_larger_batches(cfg: GrpoMasterConfig) -> str | None:
     """Without dynamic sampling `batch_multiplier` is 1."""
     grpo = cfg.grpo
@@ -326,6 +346,7 @@ RULES: tuple[Rule[GrpoMasterConfig], ...] = (
     rollouts_can_be_collected_during_training,
     paused_responses_keep_their_cache_only_where_they_pause,
     dynamic_sampling_needs_groups,
+    parts_of_groups_are_compared_by_the_package,
     only_dynamic_sampling_draws_larger_batches,
     on_policy_ratio_needs_one_update_per_step,
     truncation_needs_importance_sampling,

@@ -218,6 +218,7 @@ def with_room_for_two_rows(forward):
             "loss_fn.use_importance_sampling_correction=true", "loss_fn.truncated_importance_sampling_ratio=1.05",
         ),
         (
+            *DYNAMIC, "grpo.max_num_epochs=2", "grpo.dynamic_sampling_drops=responses",
             "grpo.adv_estimator.name=reinforce_plus_plus", "loss_fn.use_kl_in_reward=true",
             "loss_fn.reference_policy_kl_type=k2", "loss_fn.reference_policy_kl_penalty=5.0",
             "grpo.advantage_clip_low=-0.6", "grpo.advantage_clip_high=0.9", "loss_fn.use_cispo=true",

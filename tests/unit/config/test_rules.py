@@ -27,6 +27,7 @@ HALF_A_FILE = (
     "{dataset_name: ResponseDataset, path: a.jsonl, input_key: q, output_key: a, split_validation_size: 0.5, seed: 1}"
 )
 
+SINGLE = "grpo.dynamic_sampling_drops=responses"
 WEIGHTED = "loss_fn.use_importance_sampling_correction=true"
 SERVER = "policy.generation.vllm_cfg"
 SERVES = (f"{SERVER}.expose_http_server=true", f"{SERVER}.async_engine=true")
@@ -241,6 +242,17 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
             ],
             "turn dynamic sampling off",
         )
+    ],
+    "parts_of_groups_are_compared_by_the_package": [
+        ([SINGLE], "set that to true, or this key to groups"),
+        (
+            [SINGLE, "grpo.use_dynamic_sampling=true", "grpo.num_generations_per_prompt=2"],
+            "never differ; set it to 3 or more",
+        ),
+        (
+            [SINGLE, "grpo.use_dynamic_sampling=true", "grpo.rollout_filter.target=json.dumps"],
+            "or rollout_filter.target to null",
+        ),
     ],
     "inputs_of_recomputed_layers_are_offloaded": [
         (
