@@ -11,6 +11,7 @@ from nemo_offload_rl.backends.alternatives import advice, other_backend
 from nemo_offload_rl.backends.dtensor.supported import declared_plan, split_problem
 from nemo_offload_rl.backends.dtensor.supported import unsupported as unsupported_by_dtensor
 from nemo_offload_rl.backends.hf.model_folder import check_model_folder, read_model_config
+from nemo_offload_rl.backends.megatron.supported import missing_kernels
 from nemo_offload_rl.backends.megatron.supported import unsupported as unsupported_by_megatron
 from nemo_offload_rl.backends.megatron.upstream.imports import check_engine, load_engine
 from nemo_offload_rl.errors import ConfigError
@@ -52,6 +53,8 @@ def check_model(settings: PolicySettings) -> None:
             f"policy.{settings.backend.section}.enabled is true, but config.json of {settings.model_name} has "
             f"{reason}; {advice(config, MEGATRON if in_megatron else DTENSOR)}"
         )
+    if isinstance(settings.backend, MegatronConfig) and (problem := missing_kernels(config, settings.backend)):
+        raise ConfigError(problem)
     if in_megatron and not config.get("architectures"):
         other = other_backend(config, MEGATRON)
         raise ConfigError(

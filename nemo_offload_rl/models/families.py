@@ -169,6 +169,10 @@ _OLMOE = (
     Refusal("tie_word_embeddings", (None, False), "but the engine would have two matrices"),
 )
 _QWEN3_5 = (Refusal("attn_output_gate", (None, True), "but the model library has output gates of attention"),)
+_ALL_MIXTURES = (
+    Refusal("decoder_sparse_step", (None, 1), "but that backend has experts in every layer"),
+    Refusal("mlp_only_layers", (None, []), "but that backend has experts in every layer"),
+)
 _NORMALIZES = Refusal("norm_topk_prob", (None, True), "but the model library normalizes the weights of experts")
 
 FAMILIES: Mapping[str, ModelFamily] = {
@@ -419,26 +423,26 @@ FAMILIES: Mapping[str, ModelFamily] = {
         ModelFamily(
             "qwen3_5_moe_text",
             "Qwen3.5 (text, experts)",
-            (DTENSOR,),
+            (DTENSOR, MEGATRON),
             rotates_part=True,
             state_mixer="GatedDeltaNet",
-            refused={DTENSOR: (*_QWEN3_5, _NORMALIZES)},
+            refused={DTENSOR: (*_QWEN3_5, _NORMALIZES), MEGATRON: (*_QWEN3_5, _ATTENTION_BIAS, _NORMALIZED)},
         ),
         ModelFamily(
             "qwen3_5_text",
             "Qwen3.5 (text)",
-            (DTENSOR,),
+            (DTENSOR, MEGATRON),
             rotates_part=True,
             state_mixer="GatedDeltaNet",
-            refused={DTENSOR: _QWEN3_5},
+            refused={DTENSOR: _QWEN3_5, MEGATRON: (*_QWEN3_5, _ATTENTION_BIAS)},
         ),
         ModelFamily(
             "qwen3_next",
             "Qwen3-Next",
-            (DTENSOR,),
+            (DTENSOR, MEGATRON),
             rotates_part=True,
             state_mixer="GatedDeltaNet",
-            refused={DTENSOR: _QWEN3_5},
+            refused={DTENSOR: _QWEN3_5, MEGATRON: (*_QWEN3_5, _ATTENTION_BIAS, _NORMALIZED, *_ALL_MIXTURES)},
         ),
         ModelFamily("seed_oss", "Seed-OSS", (DTENSOR,)),
         ModelFamily(

@@ -387,7 +387,9 @@ def megatron_grads(worker: PolicyWorker) -> dict[str, Tensor]:
     for parameter in parameters:
         parameter.data = parameter.main_grad
     try:
-        return {name: full(tensor) for name, tensor in worker.named_weights()}
+        found = {name: full(tensor) for name, tensor in worker.named_weights()}
+        # The bridge adds 1 to these norms, which Megatron stores minus one.
+        return {name: it - 1 if name.endswith("linear_attn.norm.weight") else it for name, it in found.items()}
     finally:
         for parameter, value in zip(parameters, values, strict=True):
             parameter.data = value

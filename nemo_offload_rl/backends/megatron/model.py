@@ -23,7 +23,13 @@ from nemo_offload_rl.backends.alternatives import advice, other_backend
 from nemo_offload_rl.backends.hf.export import load_config
 from nemo_offload_rl.backends.megatron.folder_match import ModelFolder, check_names, check_values
 from nemo_offload_rl.backends.megatron.lora import add_adapters
-from nemo_offload_rl.backends.megatron.supported import adapters_problem, tensor_parallel_problem, unsupported
+from nemo_offload_rl.backends.megatron.supported import (
+    adapters_problem,
+    missing_kernels,
+    states_problem,
+    tensor_parallel_problem,
+    unsupported,
+)
 from nemo_offload_rl.backends.megatron.upstream.balancing import (
     ExpertBiases,
     adds_router_loss,
@@ -178,9 +184,9 @@ def _check_config(model_name: str, hf_config: Any, cfg: MegatronConfig) -> None:
     if (reason := unsupported(hf_config.to_dict())) is not None:
         raise ConfigError(f"the model {model_name} has {reason}; {advice(hf_config.to_dict(), MEGATRON)}")
     is_local = cfg.transformer_impl == "local"
-    if (
-        problem := tensor_parallel_problem(hf_config.to_dict(), cfg.tensor_model_parallel_size, is_local=is_local)
-    ) is not None:
+    config = hf_config.to_dict()
+    problem = tensor_parallel_problem(config, cfg.tensor_model_parallel_size, is_local=is_local)
+    if (problem := problem or states_problem(config, cfg) or missing_kernels(config, cfg)) is not None:
         raise ConfigError(problem)
 
 

@@ -7,6 +7,7 @@ before. Everywhere `config` is the contents of a config.json.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from nemo_offload_rl.errors import division_problem
@@ -16,6 +17,7 @@ from nemo_offload_rl.models.families import (
     FAMILIES,
     MEGATRON,
     has_attention_sinks,
+    state_mixer,
     unsupported_family,
     unsupported_settings,
 )
@@ -101,6 +103,35 @@ def tensor_parallel_problem(config: Mapping[str, Any], tensor_parallel_size: int
             "of latent attention's keys; set it to 1, or transformer_impl to transformer_engine"
         )
     return None
+
+
+def states_problem(config: Mapping[str, Any], cfg: MegatronConfig) -> str | None:
+    """Say why layers that carry a state along rows cannot be divided as set, and what to do; None if they can."""
+    if state_mixer(config) is None:
+        return None
+    if (size := cfg.context_parallel_size) > 1:
+        return (
+            f"{KEY}.context_parallel_size is {size}, but models of type {config['model_type']} carry states along rows "
+            "(linear attention), and that backend does not share such rows between devices; set it to 1"
+        )
+    if (size := cfg.tensor_model_parallel_size) > 1 and not cfg.sequence_parallel:
+        return (
+            f"{KEY}.tensor_model_parallel_size is {size}, but without sequence parallelism Megatron would not add up "
+            "the devices' gradients of the norms after linear attention; set sequence_parallel to true, or the size to "
+            "1"
+        )
+    return None
+
+
+def missing_kernels(config: Mapping[str, Any], cfg: MegatronConfig) -> str | None:
+    """Say which package the layers with states lack on this machine, and what to do; None if it is there."""
+    if state_mixer(config) is None or cfg.transformer_impl == "local" or find_spec("fla") is not None:
+        return None
+    return (
+        f"models of type {config['model_type']} have linear attention, for which {KEY}.transformer_impl="
+        "transformer_engine needs flash-linear-attention, but it is not installed; `pip install "
+        "flash-linear-attention`, or use policy.dtensor_cfg"
+    )
 
 
 def unsupported_layers(config: Mapping[str, Any]) -> str | None:

@@ -192,6 +192,16 @@ BROKEN: dict[str, list[tuple[list[str], str, dict[str, Any] | None]]] = {
             "only its own heads' part of the gradients of latent attention's keys",
             {**EXPERTS, "kv_lora_rank": 32},
         ),
+        (
+            [f"{KEY}.context_parallel_size=2", "policy.make_sequence_length_divisible_by=4", TWO_WORKERS],
+            "does not share such rows between devices; set it to 1",
+            {**EXPERTS, "model_type": "qwen3_next"},
+        ),
+        (
+            [f"{KEY}.tensor_model_parallel_size=2", TWO_WORKERS],
+            "norms after linear attention; set sequence_parallel to true",
+            {**DENSE, "model_type": "qwen3_5_text"},
+        ),
     ],
     "megatron_layers_divide_over_stages": [
         ([f"{KEY}.pipeline_model_parallel_size=3", "cluster.cpu_workers_per_node=3"], "4 layers for 3 stages", DENSE),

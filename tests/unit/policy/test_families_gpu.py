@@ -36,7 +36,7 @@ from whole_models import WHOLE, save_whole_folder, whole_model
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.keys.policy import BatchingConfig
-from nemo_offload_rl.models.families import DTENSOR, MEGATRON
+from nemo_offload_rl.models.families import DTENSOR, MEGATRON, state_mixer
 from nemo_offload_rl.models.page import PACKING
 from nemo_offload_rl.protocols.backend import ProcessInfo
 from nemo_offload_rl.weight_sync.refit import refit
@@ -61,6 +61,8 @@ def test_logprobs_padded_and_packed_are_hugging_faces_up_to_bfloat16_and_exports
 ) -> None:
     if backend == MEGATRON:
         pytest.importorskip("transformer_engine")
+        if state_mixer(family_config(name).to_dict()) is not None:
+            pytest.importorskip("fla")
     # Narrower logits than on the CPU: they are rounded to 8 bits.
     model = drawn_model(family_config(name, initializer_range=0.05), seed=0)
     model.save_pretrained(tmp_path / "model")

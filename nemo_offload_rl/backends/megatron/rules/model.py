@@ -9,6 +9,7 @@ from nemo_offload_rl.backends.megatron.supported import (
     KEY,
     fusion_problem,
     sizes_problem,
+    states_problem,
     tensor_parallel_problem,
     unsupported,
 )
@@ -144,6 +145,7 @@ def megatron_layers_divide_over_devices(cfg: PolicyRun, megatron: MegatronConfig
     sizes = {
         "num_attention_heads": (shape.num_heads, "attention heads"),
         "intermediate_size": (None if shape.num_experts else shape.intermediate_size, "channels of MLPs"),
+        "linear_num_key_heads": (model.get("linear_num_key_heads"), "key heads of linear attention"),
         "vocab_size": (shape.vocab_size, "tokens of the vocabulary"),
     }
     for key, (length, what) in sizes.items():
@@ -162,11 +164,11 @@ def megatron_layers_divide_over_devices(cfg: PolicyRun, megatron: MegatronConfig
 
 
 def megatron_splits_the_layers_of_the_family(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
-    """Megatron's tensor parallelism excludes some families."""
+    """Megatron's tensor parallelism excludes some families; linear attention excludes context parallelism."""
     if (model := local_model_config(cfg)) is None:
         return None
-    is_local = megatron.transformer_impl == "local"
-    return tensor_parallel_problem(model, megatron.tensor_model_parallel_size, is_local=is_local)
+    is_local, size = megatron.transformer_impl == "local", megatron.tensor_model_parallel_size
+    return tensor_parallel_problem(model, size, is_local=is_local) or states_problem(model, megatron)
 
 
 def megatron_layers_divide_over_stages(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:

@@ -12,10 +12,16 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_linear_attention_pattern
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules, torch_chunk_gated_delta_rule
+from megatron.core.ssm.gated_delta_net import common as delta_nets
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
 PROVIDER_FIELDS = {
@@ -86,14 +92,59 @@ class LatentAttention(DotProductAttention):
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
 
+class LocalDeltaNet(GatedDeltaNet):
+    """Gated delta net by torch's operations, for padded rows; Megatron-core's asks for flash-linear-attention.
+
+    Args:
+        config: Megatron's config.
+        args: Further arguments of Megatron-core's module.
+        options: The same, by name.
+    """
+
+    def __init__(self, config: Any, *args: Any, **options: Any) -> None:
+        in_torch = copy(config)
+        in_torch.deterministic_mode = True  # by which Megatron-core leaves kernels out
+        has_kernels, delta_nets.HAVE_FLA = delta_nets.HAVE_FLA, True
+        try:
+            super().__init__(in_torch, *args, use_qk_l2norm=False, **options)
+        finally:
+            delta_nets.HAVE_FLA = has_kernels
+        self.gated_delta_rule = _normalized_delta_rule
+        self.out_norm = local_norm(config, self.value_head_dim, config.layernorm_epsilon)
+
+
+def _normalized_delta_rule(queries: Tensor, keys: Tensor, values: Tensor, **options: Any) -> Any:
+    """Compute the gated delta rule with queries and keys [B, L, H, D] of length 1."""
+    queries, keys = (states * (states.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for states in (queries, keys))
+    return torch_chunk_gated_delta_rule(queries, keys, values, **options)
+
+
+def _with_delta_net(layer: Any) -> Any:
+    """Copy a layer's spec, which others share, with a gated delta net in place of attention."""
+    from megatron.bridge.models.conversion.param_mapping import AutoMapping
+
+    AutoMapping.register_module_type(LocalDeltaNet.__name__, "column")  # as the bridge does for Megatron-core's class
+    parts = GatedDeltaNetSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
+    own = copy(layer)
+    own.submodules = replace(layer.submodules, self_attention=ModuleSpec(module=LocalDeltaNet, submodules=parts))
+    return own
+
+
 def local_block(config: Any, vp_stage: int | None = None) -> Any:
     """Return the spec of the layers; `config.moe_layer_freq` says which have experts."""
+    with_attention = copy(config)  # in all layers
+    with_attention.experimental_attention_variant = None
     block: Any = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
+        with_attention, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
     )
     if config.multi_latent_attention:
         for layer in block.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = LatentAttention
+    if config.experimental_attention_variant == "gated_delta_net":
+        first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+        for layer, has_state in enumerate(get_linear_attention_pattern(config)[first:][: len(block.layer_specs)]):
+            if has_state:
+                block.layer_specs[layer] = _with_delta_net(block.layer_specs[layer])
     for layer in block.layer_specs:
         attention = layer.submodules.self_attention
         attention.submodules = _with_local_norms(attention.submodules)

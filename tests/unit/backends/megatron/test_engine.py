@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from policy_cases import ONE_RANK, make_settings, save_family
 
 from nemo_offload_rl.backends.factory import build_backend, check_model
+from nemo_offload_rl.backends.megatron.supported import missing_kernels
 from nemo_offload_rl.backends.megatron.upstream.imports import (
     check_engine,
     has_transformer_engine,
@@ -46,6 +48,15 @@ def test_a_run_without_transformer_engine_ends_in_one_line(tmp_path):
         check_model(config.worker)  # which a run does before Ray starts
     with pytest.raises(UserError, match="No module named 'transformer_engine'"):
         load_engine(config.worker)
+
+
+@pytest.mark.skipif(find_spec("fla") is not None, reason="flash-linear-attention is installed")
+def test_linear_attention_without_its_kernels_ends_in_one_line() -> None:
+    config = {"model_type": "qwen3_next"}
+    on_engine = make_settings("unused", backend="megatron", transformer_impl="transformer_engine").megatron_cfg
+    assert "needs flash-linear-attention, but it is not installed" in str(missing_kernels(config, on_engine))
+    assert missing_kernels({"model_type": "qwen3"}, on_engine) is None
+    assert missing_kernels(config, make_settings("unused", backend="megatron").megatron_cfg) is None
 
 
 def test_an_engine_for_another_torch_is_told_with_what_fails(engine_of_another_torch):
