@@ -270,8 +270,12 @@ class RolloutKeys:
         ),
     ] = "always"
     residency_overrides: Annotated[
-        dict[Literal["params", "optimizer"], Literal["device", "host"]],
-        doc("Groups with a fixed place during refit and generation, whatever `residency` says; {} for none."),
+        dict[Literal["params", "base", "optimizer"], Literal["device", "host"]],
+        doc(
+            "Groups with a fixed place during refit and generation, whatever `residency` says; {} for none. `base` is "
+            "the frozen model under adapters. With `base: host` (DTensor), refits of merged weights read it from the "
+            "host, weight by weight, so that the GPU need not hold it and the engine's weights together."
+        ),
     ] = field(default_factory=dict[Any, Any])
     suspend_nccl_comms: Annotated[
         bool,

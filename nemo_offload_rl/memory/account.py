@@ -504,9 +504,22 @@ class Account:
             else:
                 size = sizes[row] if row in self._held[phase] or phase in _USED_IN.get(row, ()) else 0
             state[name] = state.get(name, 0) + size
+        if phase is Phase.REFIT and self.refits_read_host:
+            state[_NAMES[BASE]] = self._largest_frozen_bytes
         if phase is Phase.LP_INFERENCE and REFERENCE in sizes and PARAMS_PART not in sizes:
             state[REFERENCE] = min(EXCHANGE_BYTES, sizes[PARAMS])
         return state | {"refit buffers": self._refit_buffer_bytes if phase is Phase.REFIT else 0}
+
+    @property
+    def refits_read_host(self) -> bool:
+        """Tell whether refits merge adapters into a frozen model that is on the host, one tensor after the other."""
+        is_away = BASE in self.plan.sizes and self.plan.plan.placement(BASE, Phase.REFIT) is Placement.HOST
+        return is_away and not self.settings.sends_adapters
+
+    @property
+    def _largest_frozen_bytes(self) -> int:
+        """Bytes of one worker's part of the embedding of a frozen model."""
+        return self.groups[BASE] * self._elements.in_embedding // max(1, self.num_parameters or 0)
 
     @cached_property
     def shape(self) -> ModelShape:

@@ -161,7 +161,7 @@ def _plain_plan(settings: PolicySettings, sizes_bytes: Mapping[str, int]) -> Res
         offload_optimizer_states=settings.backend.streamed_share > 0,
         streams_parameters=settings.backend.streams_parameters,
         optimizer_cpu_offload=settings.backend.keeps_optimizer_on_host,
-        refits_read_base=not settings.sends_adapters,
+        refits_read_base=not settings.sends_adapters and settings.residency_overrides.get(BASE) != "host",
         rows=frozenset(sizes_bytes),
     )
 
@@ -176,7 +176,7 @@ def resident_groups(settings: PolicySettings, sizes_bytes: Mapping[str, int], de
     """
     overrides = settings.residency_overrides
     kept = {name for name, place in overrides.items() if place == "device"}
-    if PARAMS in kept and BASE in sizes_bytes:
+    if PARAMS in kept and BASE in sizes_bytes and BASE not in overrides:
         kept.add(BASE)
     if settings.residency == "auto":
         plain = _plain_plan(settings, sizes_bytes)

@@ -9,6 +9,7 @@ from nemo_offload_rl.keys.master import DistillationMasterConfig
 from nemo_offload_rl.memory.account import Account
 from nemo_offload_rl.memory.stages import Stage
 from nemo_offload_rl.residency import (
+    BASE,
     GRADS_PART,
     OPTIMIZER,
     OPTIMIZER_PART,
@@ -71,6 +72,8 @@ def copies_of_step(account: Account) -> Mapping[Stage, Copies]:
                 copies[stage] += moved
     for stage in stages:
         copies[stage] += _copies_inside(stage, sizes, _teacher_passes(account))
+    if Stage.REFIT in stages and account.refits_read_host:
+        copies[Stage.REFIT] += Copies(in_bytes=sizes[BASE], streamed_bytes=sizes[BASE])
     return copies
 
 

@@ -386,7 +386,9 @@ class PolicyWorker:
         return (SharedMemorySender if self._backend.rank_info.rank == 0 else DiscardingSender)(specs, buffer_bytes)
 
     def _refit_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self._backend.named_adapters() if self._settings.sends_adapters else self._backend.named_weights()
+        if self._settings.sends_adapters:
+            return self._backend.named_adapters()
+        return self._backend.named_weights(self.residency.host_view)
 
     def next_bucket(self, starts_copies: bool = True) -> WeightBucket | None:
         """Return the next bucket of the refit, None after the last; with `starts_copies`, start more copies out."""
@@ -409,7 +411,7 @@ class PolicyWorker:
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full tensors under their Hugging Face names, adapters merged into them."""
         self.residency.wait_parameters()
-        return self._backend.named_weights()
+        return self._backend.named_weights(self.residency.host_view)
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 

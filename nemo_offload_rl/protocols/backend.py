@@ -22,6 +22,14 @@ from nemo_offload_rl.residency import PassingParts, StateGroup
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+type HostView = Callable[[Tensor], Tensor | None]
+"""Returns the host copy of a tensor, None if it is on the device (`ResidencyManager.host_view`)."""
+
+
+def all_on_device(_tensor: Tensor) -> None:
+    """Return None, as a `HostView` of state that is all on the device."""
+
+
 def compute_dtype(precision: str) -> torch.dtype:
     """Return the torch type that `policy.precision` names.
 
@@ -257,9 +265,10 @@ class PolicyBackend(Protocol):
         """Describe what `named_weights` yields, in order; every rank calls this with the parameters on the device."""
         ...
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(self, host_view: HostView = all_on_device) -> Iterator[tuple[str, Tensor]]:
         """Yield full tensors under the names of the family's checkpoints, one at a time; a collective over all ranks.
 
+        With `host_view`, a frozen model under adapters may be on the host; DTensor then copies one tensor at a time.
         Experts of a layer may be stacked (`generation/vllm/stacked_experts.py` has the form). A tensor may share memory
         with the parameter: copy it before the next optimizer step. It has the announced type, or float32 if a rounded
         copy might not fit the device; the receiver then rounds it while copying.

@@ -20,6 +20,7 @@ from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.memory.account import model_sizes
 from nemo_offload_rl.memory.calibrate import calibrate
 from nemo_offload_rl.memory.gpus import KNOWN, Gpu, find_gpu
+from nemo_offload_rl.memory.stages import Stage
 from nemo_offload_rl.plan import (
     Plan,
     Target,
@@ -316,6 +317,26 @@ def test_an_engine_that_applies_adapters_sleeps_on_the_host_and_refits_need_no_f
     assert "the sleeping engine's weights" not in merges.need.parts()
     in_refit = [next(use for use in one.phases if use.phase is Phase.REFIT) for one in (merges, serves)]
     assert in_refit[0].state_bytes > 2 * serves.num_parameters > 25 * in_refit[1].state_bytes
+
+
+def test_adapters_of_32_b_fit_an_h100_while_the_base_is_on_the_host_in_refits(tmp_path):
+    plan_table.write_config(tmp_path, "32B")
+    plans = {}
+    for base, is_served, host_gib in (("host", False, 128), ("host", True, 144), ("device", False, 128)):
+        overrides = [f"policy.model_name={tmp_path}", f"policy.residency_overrides.base={base}"]
+        overrides += [f"policy.generation.enable_lora={str(is_served).lower()}"]
+        target = Target(KNOWN["H100"], usable_host_bytes(host_gib))
+        plans[base, is_served], _ = plan_run(ROOT / "benchmarks" / "large_model_32b_lora.yaml", overrides, target)
+    merges, serves = plans["host", False], plans["host", True]
+    assert merges.account.groups["base"] == 2 * merges.account.num_parameters
+    assert not merges.problems and not serves.problems
+    (problem,) = plans["device", False].problems
+    assert "frozen params" in problem
+    # A refit reads each weight once.
+    read_bytes = merges.copies[Stage.REFIT].in_bytes - serves.copies[Stage.REFIT].in_bytes
+    assert read_bytes == 2 * merges.account.num_parameters
+    (in_refit,) = (use for use in merges.phases if use.phase is Phase.REFIT)
+    assert in_refit.state["frozen params"] == 2 * 151_936 * 5120  # one of the largest
 
 
 def test_a_micro_batch_that_does_not_fit_is_refused_with_the_keys_that_make_it_smaller(tmp_path):

@@ -38,7 +38,15 @@ from nemo_offload_rl.backends.scoring.readers import ReadScores, read_loss, read
 from nemo_offload_rl.data.batch import LossNorm, TokenBatch, TrainBatch
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.worker import PolicySettings
-from nemo_offload_rl.protocols.backend import ProcessInfo, RankInfo, StepResult, WeightSpec, compute_dtype
+from nemo_offload_rl.protocols.backend import (
+    HostView,
+    ProcessInfo,
+    RankInfo,
+    StepResult,
+    WeightSpec,
+    all_on_device,
+    compute_dtype,
+)
 from nemo_offload_rl.protocols.loss import LossFn
 from nemo_offload_rl.protocols.saving import StagedSave, StateReader
 from nemo_offload_rl.protocols.scoring import TeacherHead
@@ -336,13 +344,14 @@ class DTensorBackend:
         buffers = self._built.weight_buffers()
         return specs + [WeightSpec(self._hub_names.of(name), tuple(it.shape), it.dtype) for name, it in buffers]
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(self, host_view: HostView = all_on_device) -> Iterator[tuple[str, Tensor]]:
         """Yield full tensors one by one, parameters in the compute dtype, tied ones once; a collective over all ranks.
 
         Adapters are merged into their weights. Parameters that pass through the device (`cpu_offload`) are float32.
         """
-        weights = self._own_weights() if self._lora is None else self._lora.merged(self._compute_dtype)
-        for name, weight in chain(weights, self._built.weight_buffers()):
+        weights = self._own_weights() if self._lora is None else self._lora.merged(self._compute_dtype, host_view)
+        buffers = ((name, parallel.brought(buffer, host_view)) for name, buffer in self._built.weight_buffers())
+        for name, weight in chain(weights, buffers):
             yield self._hub_names.of(name), weight
 
     def named_adapters(self) -> Iterator[tuple[str, Tensor]]:

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from nemo_offload_rl.backends.dtensor.parallel import full_tensor
+from nemo_offload_rl.backends.dtensor.parallel import brought, full_tensor
 from nemo_offload_rl.backends.hf.export import Adapters
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.dtensor import DTensorLoraConfig
+from nemo_offload_rl.protocols.backend import HostView
 
 _ADAPTER, _HOLDER = "default", "model"
 _BASE, _A, _B = ".base_layer.", f".lora_A.{_ADAPTER}.", f".lora_B.{_ADAPTER}."
@@ -182,9 +183,10 @@ class LoraWeights:
         )
         return Adapters(weights, self._settings.dim, self._settings.alpha, self._settings.dropout)
 
-    def merged(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def merged(self, dtype: torch.dtype, host_view: HostView) -> Iterator[tuple[str, Tensor]]:
         """Yield full merged weights, by their names without adapters; a collective."""
         for name, parameter in self.base:
+            parameter = brought(parameter, host_view)
             plain = name_without_adapters(name)
             if _BASE not in name or not name.endswith("weight"):
                 yield plain, full_tensor(parameter, dtype)

@@ -36,6 +36,7 @@ from nemo_offload_rl.backends.dtensor.supported import (
 )
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.dtensor import DTensorConfig
+from nemo_offload_rl.protocols.backend import HostView
 from nemo_offload_rl.residency import local_tensor
 
 DP, CP, TP = "dp", "cp", "tp"
@@ -251,6 +252,19 @@ def gathered(unit: FSDPModule) -> Iterator[None]:
 def cast_inputs[Values](values: Values, dtype: torch.dtype) -> Values:
     """Cast all floating-point tensors in nested `values`, as FSDP casts a unit's inputs."""
     return _apply_to_tensors(partial(_cast_fp_tensor, dtype), values)
+
+
+@torch.no_grad()
+def brought(tensor: Tensor, host_view: HostView) -> Tensor:
+    """Return the tensor itself, or a copy on its device if its contents are on the host, for the current stream."""
+    view = host_view(tensor)
+    if view is None:
+        return tensor
+    local = view.to(tensor.device, non_blocking=True)
+    if not isinstance(tensor, DTensor):
+        return local
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
 def full_tensor(parameter: Tensor, dtype: torch.dtype) -> Tensor:

@@ -43,7 +43,7 @@ from nemo_offload_rl.backends.scoring.readers import ReadScores
 from nemo_offload_rl.data.batch import LossNorm, TokenBatch, TrainBatch
 from nemo_offload_rl.keys.megatron import MegatronConfig
 from nemo_offload_rl.keys.worker import PolicySettings
-from nemo_offload_rl.protocols.backend import ProcessInfo, RankInfo, StepResult, WeightSpec
+from nemo_offload_rl.protocols.backend import HostView, ProcessInfo, RankInfo, StepResult, WeightSpec, all_on_device
 from nemo_offload_rl.protocols.loss import LossFn
 from nemo_offload_rl.protocols.saving import StagedSave, StateReader
 from nemo_offload_rl.protocols.scoring import TeacherHead
@@ -271,10 +271,10 @@ class MegatronBackend:
             self._weight_specs = [WeightSpec(name, tuple(t.shape), t.dtype) for name, t in self.named_weights()]
         return self._weight_specs
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(self, host_view: HostView = all_on_device) -> Iterator[tuple[str, Tensor]]:
         """Yield full tensors, tied ones once and a layer's experts stacked; a collective over all ranks.
 
-        Adapters are merged into their weights.
+        Adapters are merged into their weights. The bridge reads the device alone, so `host_view` is not used.
         """
         chunks = list(self._chunks)
         # Maps parameters to exported tensors. Making it anew in each refit takes as long as the rest of the export.

@@ -9,10 +9,11 @@ from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.master import RolloutMasterConfig, Rule
 from nemo_offload_rl.keys.megatron import MegatronConfig
 from nemo_offload_rl.memory.account import Account, PhaseUse
+from nemo_offload_rl.memory.groups import has_adapters
 from nemo_offload_rl.memory.host_check import foresee_host_memory, refusal
 from nemo_offload_rl.memory.host_plan import gpu_limit_problem
 from nemo_offload_rl.policy.communicators import nccl_problem, placement_problem
-from nemo_offload_rl.residency import GRADS, OPTIMIZER, PARAMS, Phase
+from nemo_offload_rl.residency import BASE, GRADS, OPTIMIZER, PARAMS, Phase
 
 _GIB = 2**30
 _VLLM = "policy.generation.vllm_cfg"
@@ -101,6 +102,8 @@ def _fix_of_phase(account: Account, use: PhaseUse) -> str:
         fix += ", or set teacher.stream_layers=true"
     if use.phase is Phase.REFIT:
         fix += f", with {_VLLM}.tensor_parallel_size for the engine's weights"
+        if account.has_adapters and not account.refits_read_host and cfg.policy.dtensor_cfg.enabled:
+            fix += ", or ++policy.residency_overrides.base=host"
     return fix
 
 
@@ -168,6 +171,25 @@ def host_held_state_is_nowhere_else(cfg: RolloutMasterConfig) -> str | None:
     return None
 
 
+def a_frozen_model_has_adapters(cfg: RolloutMasterConfig) -> str | None:
+    """`policy.residency_overrides.base` needs adapters, and `host` the DTensor backend."""
+    policy = cfg.policy
+    place = policy.residency_overrides.get(BASE)
+    if place is None:
+        return None
+    if not has_adapters(policy):
+        return (
+            f"policy.residency_overrides.base is {place}, but no adapters are trained, so that no model is frozen; "
+            "remove it, or set policy.dtensor_cfg.lora_cfg.enabled to true"
+        )
+    if place == "host" and isinstance(policy.backend, MegatronConfig):
+        return (
+            "policy.residency_overrides.base is host, but Megatron's refits read the frozen model on the GPU; remove "
+            "it, or use adapters of policy.dtensor_cfg"
+        )
+    return None
+
+
 RULES: tuple[Rule[Account], ...] = (
     gpu_limit_is_within_the_gpu,
     every_phase_has_room,
@@ -175,4 +197,4 @@ RULES: tuple[Rule[Account], ...] = (
     engine_weights_fit_their_share,
     suspended_communicators_make_room_for_an_engine,
 )
-ROLLOUT_RULES: tuple[Rule[RolloutMasterConfig], ...] = (host_held_state_is_nowhere_else,)
+ROLLOUT_RULES: tuple[Rule[RolloutMasterConfig], ...] = (host_held_state_is_nowhere_else, a_frozen_model_has_adapters)

@@ -397,9 +397,16 @@ def test_a_refit_without_room_for_the_weights_of_both_is_refused_also_with_adapt
     with pytest.raises(
         ConfigError,
         match=r"^phase REFIT needs 85\.5 GiB on each GPU \(frozen params 40\.0, refit buffers 2\.0, contexts 3\.5, "
-        r"the engine's weights 40\.0\), but it has 80\.0; use more GPUs, with .*vllm_cfg.tensor_parallel_size",
+        r"the engine's weights 40\.0\), but it has 80\.0; use more GPUs, with .*vllm_cfg.tensor_parallel_size .*"
+        r", or \+\+policy.residency_overrides.base=host$",
     ):
         load(frozen, parameters=20 * GIB, gpu_gib=80)
+    on_host = ["++policy.residency_overrides.base=host"]
+    load([*frozen, *on_host], parameters=20 * GIB, gpu_gib=80)
+    with pytest.raises(ConfigError, match=r"base is host, but no adapters are trained"):
+        load(on_host, parameters=GIB, gpu_gib=80)
+    with pytest.raises(ConfigError, match=r"base is host, but Megatron's refits read the frozen model on the GPU"):
+        load([*MEGATRON, "policy.megatron_cfg.peft.enabled=true", *on_host], parameters=GIB, gpu_gib=80)
     load([*frozen, *OWN_GPUS], parameters=20 * GIB, gpu_gib=80)
     load([*frozen, "cluster.gpus_per_node=2"], parameters=20 * GIB, gpu_gib=80)
 

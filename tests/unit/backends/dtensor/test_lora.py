@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from transformers import AutoModelForCausalLM
 from nemo_offload_rl.backends.dtensor import built
 from nemo_offload_rl.backends.factory import check_model
 from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.protocols.backend import ProcessInfo
 
 
 @pytest.fixture(scope="module")
@@ -151,41 +153,74 @@ def saved_in(dtype, source, folder):
     return folder
 
 
-def results_of(folder, process=ONE_RANK, *, casts=True, **changes):
-    """The base's bytes, and what a run with adapters and a reference gives; without `casts` the base is float32."""
+def outcome(folder, process=ONE_RANK, *, casts=True, **changes):
+    """Train in bfloat16 with adapters and a reference; without `casts` the base is in float32.
+
+    Returns bytes of the base before the first refit and in the last one, results of the steps, and adapters, merged
+    weights, those that a refit sends, and logprobs.
+    """
     with pytest.MonkeyPatch.context() as patched:
         if not casts:
             patched.setattr(built, "keep_as_stored", lambda *args: None)
         settings = {"precision": "bfloat16", **changes}
         with lora_worker(folder, "dtensor", process=process, keep_reference=True, **settings) as worker:
-            base_bytes = worker.residency.device_bytes()["base"]
+            whole_bytes = worker.residency.device_bytes()["base"]
             steps = train_steps(worker, 1, 3)
+            worker.offload_before_refit()
+            base_bytes = whole_bytes, worker.residency.device_bytes()["base"]
+            sent = {f"sent {name}": full(tensor) for name, tensor in worker.named_weights()}
             worker.prepare_for_lp_inference()
             batch = shard(make_batch(), worker)
             scores = torch.stack([worker.get_logprobs(batch), worker.get_reference_logprobs(batch)])
-            return base_bytes, steps.results, {**steps.weights, **full_params(worker), "scores": scores}
+            tensors = {**steps.weights, **sent, **full_params(worker), "scores": scores}
+            return SimpleNamespace(base_bytes=base_bytes, results=steps.results, tensors=tensors)
 
 
-def assert_half_of_the_base_gives_the_same_bits(folder, process=ONE_RANK, **changes):
-    base_bytes, results, tensors = results_of(folder, process, **changes)
-    wider_bytes, expected, wider = results_of(folder, process, casts=False, **changes)
-    assert wider_bytes / 2 <= base_bytes < 0.51 * wider_bytes  # rotary frequencies are float32
-    assert results == expected
-    assert_equal(tensors, wider)
+def assert_same_bits(one, other):
+    assert one.results == other.results
+    assert_equal(one.tensors, other.tensors)
+
+
+def assert_a_base_in_bfloat16_and_on_the_host_gives_the_same_bits(folder, process=ONE_RANK, **changes):
+    narrow, wide = outcome(folder, process, **changes), outcome(folder, process, casts=False, **changes)
+    assert wide.base_bytes[0] / 2 <= narrow.base_bytes[0] < 0.51 * wide.base_bytes[0]  # some buffers are float32
+    assert narrow.base_bytes[1] == narrow.base_bytes[0]
+    assert_same_bits(narrow, wide)
+    on_host = outcome(folder, process, residency_overrides={"base": "host"}, **changes)
+    assert on_host.base_bytes == (narrow.base_bytes[0], 0)
+    assert_same_bits(on_host, narrow)
 
 
 def two_ranks(process, root):
-    assert_half_of_the_base_gives_the_same_bits(f"{root}/bf16", process)
+    assert_a_base_in_bfloat16_and_on_the_host_gives_the_same_bits(f"{root}/bf16", process)
 
 
 @pytest.mark.processes
-def test_a_base_in_the_files_type_takes_half_the_bytes_and_changes_no_bit(untied, tmp_path):
+def test_a_base_in_the_files_type_takes_half_the_bytes_and_refits_read_it_from_the_host(untied, tmp_path):
     folder = saved_in(torch.bfloat16, untied, tmp_path / "bf16")
-    assert_half_of_the_base_gives_the_same_bits(folder, lora=WITH_OUTPUT, activation_checkpointing=True)
+    changes = {"lora": WITH_OUTPUT, "activation_checkpointing": True}
+    assert_a_base_in_bfloat16_and_on_the_host_gives_the_same_bits(folder, **changes)
     run_ranks(2, tmp_path, two_ranks, str(tmp_path))
     # Rounding a base that the files have in float32 would change merged weights.
     with make_worker(untied, precision="bfloat16") as worker:
         assert {parameter.dtype for _, parameter in worker._backend._lora.base} == {torch.float32}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_on_a_gpu_a_base_in_the_files_type_and_on_the_host_changes_no_bit_either(untied, tmp_path):
+    folder = saved_in(torch.bfloat16, untied, tmp_path / "bf16")
+    process = ProcessInfo(rank=0, world_size=1, init_method="", device="cuda:0")
+    try:
+        assert_a_base_in_bfloat16_and_on_the_host_gives_the_same_bits(folder, process, deterministic=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_biases_of_routers_are_read_from_the_host_too(tmp_path):
+    save_family(tmp_path / "whole", "deepseek_v3")
+    folder = saved_in(torch.bfloat16, tmp_path / "whole", tmp_path / "bf16")
+    assert_same_bits(outcome(folder, residency_overrides={"base": "host"}), outcome(folder))
 
 
 def test_only_the_modules_asked_for_get_adapters(folder):
