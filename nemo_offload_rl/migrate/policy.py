@@ -378,7 +378,8 @@ _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _TYPES = (
     (r"Qwen3-\d+B-A\d+B|Qwen3-235B", "qwen3_moe"),
     (r"Qwen3-[\d.]+B", "qwen3"),
-    (r"Qwen3-VL-\d+B-(?!A)", "qwen3_vl"),
+    (r"Qwen3-VL-\d+B-A", "qwen3_vl_moe"),
+    (r"Qwen3-VL-", "qwen3_vl"),
     (r"Qwen2\.5-(Math-)?[\d.]+B|DeepSeek-R1-Distill-Qwen-1\.5B|DeepSeek-R1-Distill-Qwen-7B", "qwen2"),
     (r"Llama-3(\.[1-3])?-(Tulu-3-)?\d+B(?!-Vision)|DeepSeek-R1-Distill-Llama", "llama"),
     (r"Mistral-(7B|Nemo)", "mistral"),

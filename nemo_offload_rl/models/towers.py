@@ -81,6 +81,13 @@ WHOLE_MODELS: Mapping[str, WholeModel] = {
             {"qwen3_vl_text": ("qwen3", "Qwen3ForCausalLM")},
             of_images=IMAGE_AXES,
         ),
+        WholeModel(
+            "qwen3_vl_moe",
+            "Qwen3-VL (experts)",
+            {"qwen3_vl_moe_text": ("qwen3_moe", "Qwen3MoeForCausalLM")},
+            usual={"norm_topk_prob": True},  # transformers normalizes in any case
+            of_images=IMAGE_AXES,
+        ),
     )
 }
 """By model type."""

@@ -23,6 +23,7 @@ _TOWERS: dict[str, dict[str, Any]] = {
         **{"out_hidden_size": 64, "deepstack_visual_indexes": [1]},
     },
 }
+_TOWERS["qwen3_vl_moe"] = _TOWERS["qwen3_vl"]
 _ROPE_OF_QWEN3_VL = {"rope_theta": 5e6, "rope_type": "default", "mrope_section": [6, 5, 5], "mrope_interleaved": True}
 WHOLE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3-tied": ("gemma3", "gemma3-tied", {"vision_config": _TOWERS["gemma3"], "mm_tokens_per_image": 4}),
@@ -32,10 +33,11 @@ WHOLE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_5-tied": ("qwen3_5", "qwen3_5-tied", {}),
     "qwen3_5_moe": ("qwen3_5_moe", "qwen3_5_moe", {}),
     "qwen3_vl": ("qwen3_vl", "qwen3-tied", {"text_config": {"rope_parameters": _ROPE_OF_QWEN3_VL}}),
+    "qwen3_vl_moe": ("qwen3_vl_moe", "qwen3_moe", {"text_config": {"rope_parameters": _ROPE_OF_QWEN3_VL}}),
     "qwen3_vl-tied": ("qwen3_vl", "qwen3-tied", {"text_config": {"rope_parameters": _ROPE_OF_QWEN3_VL}}),
 }
 """By name: model type of the whole, a name of `model_families.FAMILIES`, and changes of the config."""
-_TEXT_TYPES = {"qwen3_vl": "qwen3_vl_text"}
+_TEXT_TYPES = {"qwen3_vl": "qwen3_vl_text", "qwen3_vl_moe": "qwen3_vl_moe_text"}
 
 
 def save_whole_folder(path: Path, name: str, *, newer_names: bool = False, **sizes: Any) -> Any:

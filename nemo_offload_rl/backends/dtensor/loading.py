@@ -284,7 +284,10 @@ def _pieces(hub: HubNames, files: WeightFiles, name: str, shape: torch.Size) -> 
     if hub.of(name) not in files.shapes and (other := hub.other(name)) in files.shapes:
         return [Piece(other, tuple(shape), (0,) * len(shape), tuple(shape))]
     if len(pieces) > 1 and hub.of(name) in files.shapes:
-        return [Piece(hub.of(name), tuple(shape), (0,) * len(shape), tuple(shape))]
+        *front, rows, columns = shape
+        is_transposed = tuple(files.shapes[hub.of(name)]) == (*front, columns, rows) and rows != columns
+        there = (*front, columns, rows) if is_transposed else tuple(shape)
+        return [Piece(hub.of(name), there, (0,) * len(shape), tuple(shape), is_transposed)]
     return pieces
 
 
@@ -335,6 +338,9 @@ def _read(name: str, parameter: Tensor, sources: WeightSources) -> None:
 
     def read(piece: Piece, begins: Sequence[int], sizes: Sequence[int]) -> Tensor:
         # Moved in the file's dtype: fewer bytes, and no second copy on the host.
+        if piece.is_transposed:
+            begins, sizes = ((*each[:-2], each[-1], each[-2]) for each in (begins, sizes))
+            return sources.files.read(piece.name, begins, sizes).to(local.device).transpose(-1, -2)
         stacked = len(begins) - len(piece.shape)  # the dimension of the experts, which the file's tensors lack
         return sources.files.read(piece.name, begins[stacked:], sizes[stacked:]).to(local.device)
 

@@ -25,7 +25,7 @@ from nemo_offload_rl.backends.hf.model_folder import (
     read_model_config,
     read_whole_config,
 )
-from nemo_offload_rl.backends.hf.weight_files import HubNames, WeightFiles
+from nemo_offload_rl.backends.hf.weight_files import HubNames, WeightFiles, in_order_of
 from nemo_offload_rl.backends.saving.folders import written_whole
 from nemo_offload_rl.data.tokenizer import load_tokenizer, template_text
 from nemo_offload_rl.errors import UserError
@@ -146,6 +146,8 @@ def export_hf_folder(
         for name, value in weights:
             if is_writer:
                 is_stacked = source is not None and hub.of(name) in source.shapes
+                if source is not None and is_stacked:
+                    value = in_order_of(source.shapes[hub.of(name)], value)
                 for own_name, part in [(hub.of(name), value)] if is_stacked else hub.divided(name, value):
                     files.add(own_name, part.to("cpu", copy=True).contiguous())
         if is_writer:

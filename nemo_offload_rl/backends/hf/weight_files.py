@@ -259,12 +259,19 @@ class Piece:
         shape: Shape in the checkpoint.
         offsets: Offsets in the parameter.
         sizes: Extent in the parameter, with a 1 for the dimension of the experts.
+        is_transposed: The checkpoint has the last two dimensions in the other order (Qwen3-VL's experts).
     """
 
     name: str
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+    is_transposed: bool = False
+
+
+def in_order_of(shape: Sequence[int], stacked: Tensor) -> Tensor:
+    """Return stacked experts with their last two dimensions swapped, if a checkpoint's shape has them so."""
+    return stacked if tuple(stacked.shape) == tuple(shape) else stacked.transpose(-1, -2)
 
 
 class HubNames:

@@ -640,6 +640,7 @@ def test_a_published_model_is_known_by_its_name_and_a_folder_by_its_config(tmp_p
         ("Qwen/Qwen3.5-9B-Base", "qwen3_5"),
         ("Qwen/Qwen3.5-35B-A3B-Base", "qwen3_5_moe"),
         ("Qwen/Qwen3-Next-80B-A3B-Instruct", "qwen3_next"),
+        ("Qwen/Qwen3-VL-30B-A3B-Instruct", "qwen3_vl_moe"),
         ("Qwen/Qwen2.5-VL-3B-Instruct", None),
         ("Qwen/Qwen2.5-Math-7B", "qwen2"),
         ("someone/new-model", None),

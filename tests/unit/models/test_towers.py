@@ -137,9 +137,12 @@ def test_a_folder_with_newer_names_keeps_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.trains
-def test_stacked_experts_are_exported_stacked(tmp_path: Path) -> None:
-    model = save_whole_folder(tmp_path / "model", "qwen3_5_moe")
-    stacked = {name: it.detach() for name, it in model.named_parameters() if ".experts." in name}
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "qwen3_vl_moe"])
+def test_stacked_experts_are_exported_stacked_and_with_their_dimensions_in_order(tmp_path: Path, name: str) -> None:
+    model = save_whole_folder(tmp_path / "model", name)
+    stacked = {own: it.detach() for own, it in model.named_parameters() if ".experts." in own}
+    if name == "qwen3_vl_moe":  # as the hub has them
+        stacked = {own: it.transpose(1, 2).contiguous() for own, it in stacked.items()}
     before = {name: it for name, it in tensors_of(tmp_path / "model").items() if ".experts." not in name} | stacked
     save_file(before, tmp_path / "model/model.safetensors", metadata={"format": "pt"})
     with worker(tmp_path / "model") as policy:
@@ -251,6 +254,21 @@ PUBLISHED = {
         "tie_word_embeddings": True,
         "vision_config": {"model_type": "qwen3_vl"},
     },
+    # Qwen/Qwen3-VL-30B-A3B-Instruct
+    "qwen3_vl_moe": {
+        "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+        "text_config": {
+            **{"attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128, "hidden_act": "silu"},
+            **{"hidden_size": 2048, "intermediate_size": 6144, "max_position_embeddings": 262144},
+            **{"mlp_only_layers": [], "model_type": "qwen3_vl_moe_text", "moe_intermediate_size": 768},
+            **{"norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8},
+            **{"num_hidden_layers": 48, "num_key_value_heads": 4, "rms_norm_eps": 1e-06},
+            "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+            **{"rope_theta": 5000000, "tie_word_embeddings": False, "vocab_size": 151936},
+        },
+        "tie_word_embeddings": False,
+        "vision_config": {"model_type": "qwen3_vl_moe"},
+    },
 }
 
 
@@ -270,7 +288,7 @@ def test_published_settings_are_read_as_transformers_reads_them(tmp_path: Path, 
     }
     rope = {key: value for key, value in theirs["rope_parameters"].items() if not key.startswith("mrope")}
     assert own["rope_parameters"] == rope
-    assert own["tie_word_embeddings"] == (kind not in ("mistral3", "qwen3_5_moe"))
+    assert own["tie_word_embeddings"] == (kind not in ("mistral3", "qwen3_5_moe", "qwen3_vl_moe"))
 
 
 @pytest.mark.parametrize("changes", [{"model_type": "llava"}, {"text_config": {"model_type": "gpt2"}}])
