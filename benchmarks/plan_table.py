@@ -77,33 +77,69 @@ _HOST_GIB = {1: 128, 2: 256, 4: 512, 8: 560}  # by GPUs
 _KEPT = ("++policy.residency_overrides.params=device", "++policy.residency_overrides.optimizer=device")
 
 
-def _reference_8b(gpus: int, prompts: int, backend: str, *overrides: str) -> Case:
-    """Llama-3.1-8B on so many GPUs, eight responses to each prompt."""
-    config = "reference_8b_megatron.yaml" if backend == "megatron" else "reference_8b.yaml"
-    sizes = (
-        f"cluster.gpus_per_node={gpus}",
-        f"grpo.num_prompts_per_step={prompts}",
-        f"policy.train_global_batch_size={8 * prompts}",
-    )
-    return Case("llama-8B", config, overrides=(*sizes, *overrides), length=803)
-
-
-_FIT = {
-    "dtensor": (*_KEPT, "policy.train_micro_batch_size=16", "policy.dtensor_cfg.activation_checkpointing=false"),
-    "megatron": (*_KEPT, "policy.train_micro_batch_size=16", "policy.megatron_cfg.activation_checkpointing=false"),
+_NOT_RECOMPUTED = {
+    backend: f"policy.{backend}_cfg.activation_checkpointing=false" for backend in ("dtensor", "megatron")
 }
-_FIT_8 = ("policy.logprob_batch_size=64", "policy.generation.vllm_cfg.tensor_parallel_size=2")
+_ENGINE = "policy.generation.vllm_cfg.tensor_parallel_size"
+_EXPERTS = "policy.megatron_cfg.expert_model_parallel_size"
+_HALF_TENSORS = ("policy.megatron_cfg.tensor_model_parallel_size=2", "policy.megatron_cfg.sequence_parallel=true")
+_FIT_OF_EXPERTS = (
+    _KEPT[1],
+    "policy.megatron_cfg.optimizer.offload_optimizer_states_fraction=0.25",
+    "policy.train_micro_batch_size=16",
+    _NOT_RECOMPUTED["megatron"],
+)
+
+
+def _reference(name: str, backend: str, gpus: int, *overrides: str, prompts: int | None = None) -> Case:
+    """One of the steps that others posted, on so many GPUs; eight responses to each prompt."""
+    sizes = [f"cluster.gpus_per_node={gpus}"]
+    if prompts is not None:
+        sizes += [f"grpo.num_prompts_per_step={prompts}", f"policy.train_global_batch_size={8 * prompts}"]
+    shape, length = {"8b": ("llama-8B", 803), "27b": ("27B", 4593)}[name]
+    config = f"reference_{name}{'_megatron' if backend == 'megatron' else ''}.yaml"
+    return Case(shape, config, overrides=(*sizes, *overrides), length=length)
+
+
+def _experts(gpus: int, *overrides: str) -> Case:
+    sizes = (f"cluster.gpus_per_node={gpus}", f"{_ENGINE}=4")
+    return Case("30B-A3B", "large_model_moe_30b.yaml", overrides=(*sizes, *overrides), length=520)
+
+
+_BACKENDS = ("dtensor", "megatron")
+_FIT_8B = (*_KEPT, "policy.train_micro_batch_size=16")
 AHEAD = {
     **{
-        f"reference_8b_{backend}_{gpus}_gpus_{8 * prompts}": _reference_8b(gpus, prompts, backend)
-        for backend in ("dtensor", "megatron")
+        f"reference_8b_{backend}_{gpus}_gpus_{8 * prompts}": _reference("8b", backend, gpus, prompts=prompts)
+        for backend in _BACKENDS
         for gpus, prompts in ((1, 64), (2, 64), (4, 64), (8, 64), (1, 8), (2, 16), (4, 32))
     },
     **{
-        f"reference_8b_{backend}_{gpus}_gpus_fit": _reference_8b(gpus, 64, backend, *_FIT[backend], *more)
-        for backend in ("dtensor", "megatron")
-        for gpus, more in ((4, ("policy.logprob_batch_size=128",)), (8, _FIT_8))
+        f"reference_8b_{backend}_{gpus}_gpus_fit": _reference(
+            "8b", backend, gpus, *_FIT_8B, _NOT_RECOMPUTED[backend], *more
+        )
+        for backend in _BACKENDS
+        for gpus, more in (
+            (4, ("policy.logprob_batch_size=128",)),
+            (8, ("policy.logprob_batch_size=64", f"{_ENGINE}=2")),
+        )
     },
+    **{
+        f"reference_27b_{backend}_{gpus}_gpus": _reference("27b", backend, gpus)
+        for backend in _BACKENDS
+        for gpus in (4, 8)
+    },
+    "reference_27b_dtensor_8_gpus_fit": _reference(
+        "27b", "dtensor", 8, _NOT_RECOMPUTED["dtensor"], "policy.logprob_batch_size=32", f"{_ENGINE}=8"
+    ),
+    "reference_27b_megatron_8_gpus_fit": _reference(
+        "27b", "megatron", 8, _NOT_RECOMPUTED["megatron"], _KEPT[1], f"{_ENGINE}=8"
+    ),
+    "moe_30b_4_gpus_ep4": _experts(4, f"{_EXPERTS}=4"),
+    "moe_30b_4_gpus_tp2_ep2": _experts(4, f"{_EXPERTS}=2", *_HALF_TENSORS),
+    "moe_30b_4_gpus_ep4_fit": _experts(4, f"{_EXPERTS}=4", *_FIT_OF_EXPERTS),
+    "moe_30b_8_gpus_ep4": _experts(8, f"{_EXPERTS}=4"),
+    "moe_30b_8_gpus_tp2_ep2": _experts(8, f"{_EXPERTS}=2", *_HALF_TENSORS),
 }
 """Runs that are planned before they are made, by the name of their result."""
 
