@@ -29,6 +29,7 @@ _DYNAMIC_SAMPLING = (
     "dynamic_sampling_batches", "dynamic_sampling_constant_groups", "filtered_reward_mean", "filtered_accuracy",
 )  # fmt: skip
 _SIZES = ("num_tokens", "total_tokens", "training_tokens_per_s")
+_ROUTING = ("routed_token_rate", "routed_experts_mib")
 _PREFERENCES = (
     "preference_loss", "sft_loss", "accuracy", "rewards_chosen_mean", "rewards_rejected_mean", "rewards_margin_mean",
     "logps_chosen_mean", "logps_rejected_mean",
@@ -52,6 +53,7 @@ def grpo_names(
     positive_examples: bool = False,
     stops: bool = False,
     agents: bool = False,
+    replays: bool = False,
 ) -> Names:
     """List the metrics of a GRPO run.
 
@@ -66,6 +68,7 @@ def grpo_names(
         collects_ahead: The key `grpo.async_grpo.enabled`.
         takes_finished: `grpo.async_grpo.order` is finished.
         agents: Engines serve agents.
+        replays: The key `policy.router_replay.enabled`.
         stops: `grpo.rollout_stop.target` is set.
         positive_examples: `loss_fn.positive_example_nll_weight` is set.
     """
@@ -83,6 +86,7 @@ def grpo_names(
             *(("num_masked_seqs_by_logprob_error",) if masks_by_error else ()),
             *(("rollout_filter_rate",) if filters else ()),
             *(("mean_conversations",) if agents else ()),
+            *(_ROUTING if replays else ()),
             *(("rollout_stop_rate",) if stops else ()),
             *(("positive_nll_loss",) if positive_examples else ()),
             *(_TRUNCATION if truncates else ()),
@@ -98,7 +102,7 @@ def grpo_names(
     }
 
 
-def distillation_names(*, group_size: int, val_group_size: int) -> Names:
+def distillation_names(*, group_size: int, val_group_size: int, replays: bool = False) -> Names:
     """List the metrics of a distillation run; arguments as in `grpo_names`."""
     return {
         "train": (
@@ -110,6 +114,7 @@ def distillation_names(*, group_size: int, val_group_size: int) -> Names:
             *_SIZES,
             "generation_tokens_per_s",
             "teacher_tokens_per_s",
+            *(_ROUTING if replays else ()),
             "reward_mean/<data set>",
             "accuracy/<data set>",
             "reward_part/<part>",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nemo_offload_rl.algorithms.dynamic_sampling import SampledGroups
+from nemo_offload_rl.data.batch import SampledSequence
 from nemo_offload_rl.experience.pass_at_k import pass_at_k, powers_of_two
 from nemo_offload_rl.experience.types import RolloutBatch, unscored_rates
 from nemo_offload_rl.protocols.loss import TrainResult
@@ -120,7 +121,8 @@ def step_metrics(
     phase's seconds.
     """
     num_sampled = float(groups.sampled.response_lengths().sum())
-    lengths = [len(each.token_ids) for rollout in groups.trained.rollouts for each in rollout.sequences()]
+    sequences = [each for rollout in groups.trained.rollouts for each in rollout.sequences()]
+    lengths = [len(each.token_ids) for each in sequences]
     num_trained = sum(lengths)
     mfu = {} if speed is None else {"training_mfu": speed.training_mfu(lengths, seconds["training"])}
     rates = {f"{name}_tokens_per_s": num_trained / seconds[phase] for name, phase in passes.items()}
@@ -132,6 +134,19 @@ def step_metrics(
         **rates,
         "training_tokens_per_s": num_trained / seconds["training"],
         **mfu,
+        **_routing_metrics(sequences, num_trained),
+    }
+
+
+def _routing_metrics(sequences: Sequence[SampledSequence], num_tokens: int) -> dict[str, float]:
+    """Measure the routing that comes with sequences of `num_tokens` tokens; {} if none does."""
+    routings = [each.routed_experts for each in sequences if each.routed_experts is not None]
+    if not routings:
+        return {}
+    num_routed = sum(int((routing[..., 0] != routing[..., 1]).any(-1).sum()) for routing in routings)
+    return {
+        "routed_token_rate": num_routed / num_tokens,
+        "routed_experts_mib": sum(routing.nbytes for routing in routings) / 2**20,
     }
 
 

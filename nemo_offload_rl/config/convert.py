@@ -82,6 +82,7 @@ def _engine(cfg: RolloutMasterConfig) -> VllmSettings:
         endpoint=_endpoint(cfg),
         kept_kv_bytes=int(section.kept_kv_gib * 2**30) or None,
         adapters=served if isinstance(served, ServedAdapters) else None,
+        returns_routed_experts=policy.router_replay.enabled,
     )
 
 

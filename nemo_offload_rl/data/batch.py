@@ -2,6 +2,10 @@
 
 Shape suffixes: B samples, S positions (right-padded), V vocabulary.
 
+Routing, in arrays [..., layers, experts per token]: the experts that the engine chose for each token, in every decoder
+layer. Layers without experts, and tokens of which nothing is known, have zeros: a token whose experts in a layer are
+not distinct has no routing there, and the model chooses its experts. The type is uint8, or int16 above 256 experts.
+
 Logprob convention, everywhere in this package: `logprobs_BS[b, t]` is log p(token t | tokens before t) and column 0
 is 0, so that logprobs, masks and advantages of a token share its index.
 """
@@ -33,26 +37,33 @@ class TokenBatch:
         rows_per_group: Class variable: this many neighbouring rows stay in one micro-batch.
         input_ids: [B, S] int64, padded with any valid id.
         input_lengths: [B] int64, real tokens of each row, 1..S.
+        routed_experts: [B, S, layers, experts per token], the routing that the model takes over (see the module); None
+            if it chooses all experts itself.
     """
 
     rows_per_group: ClassVar[int] = 1
 
     input_ids: Tensor
     input_lengths: Tensor
+    routed_experts: Tensor | None = None
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of the rows by name."""
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
+
     def select(self, rows: Sequence[int] | Tensor) -> Self:
         """Rows by index, in the order given."""
         index = torch.as_tensor(rows, dtype=torch.int64)
-        return replace(self, **{f.name: getattr(self, f.name)[index] for f in fields(self)})
+        return replace(self, **{name: tensor[index] for name, tensor in self.tensors().items()})
 
     def to(self, device: torch.device | str) -> Self:
         """The same batch on `device`; tensors that are there already are shared, not copied."""
-        return replace(self, **{f.name: on_device(getattr(self, f.name), device) for f in fields(self)})
+        return replace(self, **{name: on_device(tensor, device) for name, tensor in self.tensors().items()})
 
-    def as_kind[B: TokenBatch](self, kind: type[B], **added: Tensor) -> B:
+    def as_kind[B: TokenBatch](self, kind: type[B], **added: Any) -> B:
         """The rows as a batch of another class, with its tensors of the same names and those that are `added`."""
         tensors: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(kind) if f.name not in added}
         return kind(**tensors, **added)
@@ -63,8 +74,7 @@ class TokenBatch:
         wanted = min(width, -(-int(self.input_lengths.max()) // multiple) * multiple)
         if wanted == width:
             return self
-        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{name: value[:, :wanted] for name, value in tensors.items() if value.dim() >= 2})
+        return replace(self, **{name: value[:, :wanted] for name, value in self.tensors().items() if value.dim() >= 2})
 
     def num_tokens(self, *, packed: bool) -> int:
         """Tokens that a model computes for these rows: the real ones if it packs rows, else padding too."""
@@ -74,6 +84,12 @@ class TokenBatch:
         """[B, S] bool: tokens whose logprobs are wanted, here every real one but the first of its row."""
         position_S = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
         return (position_S > 0) & (position_S < self.input_lengths.unsqueeze(1))
+
+
+def routing_or(experts: Tensor, own: Tensor) -> Tensor:
+    """Experts [..., K] of each token: its routing, and the model's `own` choice where there is none."""
+    is_known = experts[..., :1] != experts[..., 1:2]
+    return torch.where(is_known, experts.to(own.dtype), own)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,9 +229,13 @@ class LossNorm:
     num_positive_tokens: float = 0.0
 
 
-def logprob_inputs(batch: TokenBatch, *, counted_only: bool) -> TokenBatch:
-    """The tensors that a logprob pass reads: a `TokenBatch`, or a `TrainBatch` for the counted tokens only."""
-    return batch.as_kind(TrainBatch if counted_only else TokenBatch)
+def logprob_inputs(batch: TokenBatch, *, counted_only: bool, replays: bool = False) -> TokenBatch:
+    """The tensors that a logprob pass reads: a `TokenBatch`, or a `TrainBatch` for the counted tokens only.
+
+    Without `replays`, the model chooses all experts itself, as references and teachers do.
+    """
+    kind = TrainBatch if counted_only else TokenBatch
+    return batch.as_kind(kind) if replays else batch.as_kind(kind, routed_experts=None)
 
 
 # -- collation ---------------------------------------------------------------------------------------------------------
@@ -230,12 +250,14 @@ class SampledSequence:
         token_mask: [T] 1 for tokens that the policy sampled, 0 for others.
         generation_logprobs: [T] the sampler's logprobs; 0 where the mask is 0.
         sample_mask: 0 leaves the whole sequence out of the loss.
+        routed_experts: [up to T, layers, experts per token] the routing of the first tokens; None if it is not known.
     """
 
     token_ids: Sequence[int]
     token_mask: Sequence[int]
     generation_logprobs: Sequence[float]
     sample_mask: float
+    routed_experts: np.ndarray | None = None
 
 
 def collate_examples(examples: Sequence[Example], *, pad_id: int, multiple: int = 1) -> TrainBatch:
@@ -280,7 +302,22 @@ def collate_samples(sequences: Sequence[SampledSequence], *, pad_id: int, multip
     )
     logprobs = [sequence.generation_logprobs for sequence in sequences]
     width = batch.input_ids.shape[1]
-    return batch.as_kind(SampledBatch, generation_logprobs=_pad_rows(logprobs, width, 0, np.float32))
+    return batch.as_kind(
+        SampledBatch,
+        generation_logprobs=_pad_rows(logprobs, width, 0, np.float32),
+        routed_experts=_padded_routing([sequence.routed_experts for sequence in sequences], width),
+    )
+
+
+def _padded_routing(rows: Sequence[np.ndarray | None], width: int) -> Tensor | None:
+    known = [row for row in rows if row is not None]
+    if not known:
+        return None
+    padded = np.zeros((len(rows), width, *known[0].shape[1:]), dtype=known[0].dtype)
+    for row, routing in enumerate(rows):
+        if routing is not None:
+            padded[row, : len(routing)] = routing
+    return torch.from_numpy(padded)
 
 
 type _Rows = Sequence[Sequence[float] | np.ndarray]

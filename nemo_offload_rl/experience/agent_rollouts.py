@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+import numpy as np
+
 from nemo_offload_rl.data.records import Prompt
 from nemo_offload_rl.environments.agents import AgentEnvironment, AgentTask
 from nemo_offload_rl.environments.interfaces import Observation, Score, Unscored
@@ -20,6 +22,7 @@ from nemo_offload_rl.environments.outcomes import FAILURES, NUM_RETRIES, Outcome
 from nemo_offload_rl.experience.types import Rollout, RolloutBatch, Segment, SideConversation
 from nemo_offload_rl.generation.served_rollouts import ServedCall, conversations
 from nemo_offload_rl.keys.generation import SamplingSettings
+from nemo_offload_rl.protocols.engine import joined_routing
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +137,7 @@ def _rollout(
         prompt=prompt,
         segments=first.segments,
         others=tuple(others),
+        routed_experts=first.routed_experts,
         response_text="".join(decode(segment.token_ids) for segment in first.segments),
         truncated=bool(found) and found[0][-1][0].completion.finish_reason != "stop",
     )
@@ -142,6 +146,7 @@ def _rollout(
 def _conversation(calls: Sequence[tuple[ServedCall, bool]]) -> SideConversation:
     """Join calls into a conversation; responses counted in another conversation have no logprobs here."""
     segments: list[Segment] = []
+    routing: np.ndarray | None = None
     end: tuple[int, ...] = ()
     for call, is_counted in calls:
         if segments:
@@ -150,8 +155,9 @@ def _conversation(calls: Sequence[tuple[ServedCall, bool]]) -> SideConversation:
         logprobs = tuple(said.logprobs) if is_counted else None
         versions = said.versions if is_counted else ()
         segments.append(Segment(token_ids=tuple(said.token_ids), logprobs=logprobs, versions=versions))
+        routing = joined_routing(routing, said.routed_experts)
         end = (*call.prompt_token_ids, *said.token_ids)
-    return SideConversation(calls[0][0].prompt_token_ids, tuple(segments))
+    return SideConversation(calls[0][0].prompt_token_ids, tuple(segments), routing)
 
 
 def _warn(calls: Sequence[Sequence[ServedCall]]) -> None:

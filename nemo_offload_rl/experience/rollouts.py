@@ -13,11 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from nemo_offload_rl.data.records import Prompt
 from nemo_offload_rl.environments.interfaces import Environment, Observation, Response, Score, Turn, Unscored
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.experience.types import Rollout, RolloutBatch, Segment
-from nemo_offload_rl.protocols.engine import Completion
+from nemo_offload_rl.protocols.engine import Completion, joined_routing
 
 type Decode = Callable[[Sequence[int]], str]
 """Token ids to text, without special tokens."""
@@ -54,6 +56,7 @@ class _Open:
     truncated: bool = False
     stopped: bool = False
     score: Score | Unscored | None = None
+    routed_experts: np.ndarray | None = None
 
     def tokens_after_prompt(self) -> list[int]:
         return [token for segment in self.segments for token in segment.token_ids]
@@ -144,6 +147,7 @@ class Rollouts:
     def _response(self, rollout: _Open, completion: Completion) -> Response:
         logprobs, versions = tuple(completion.logprobs), completion.versions
         rollout.segments.append(Segment(token_ids=tuple(completion.token_ids), logprobs=logprobs, versions=versions))
+        rollout.routed_experts = joined_routing(rollout.routed_experts, completion.routed_experts)
         rollout.truncated = completion.finish_reason != "stop"
         text = self._decode(completion.token_ids)
         rollout.text += text
@@ -191,4 +195,5 @@ class Rollouts:
             response_text=rollout.text,
             truncated=rollout.truncated,
             stopped=rollout.stopped,
+            routed_experts=rollout.routed_experts,
         )

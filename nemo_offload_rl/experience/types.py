@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,10 +43,12 @@ class SideConversation:
     Attributes:
         prompt_token_ids: Its first prompt.
         segments: All that follows; responses counted in another conversation have no logprobs here.
+        routed_experts: See `Rollout`.
     """
 
     prompt_token_ids: tuple[int, ...]
     segments: tuple[Segment, ...]
+    routed_experts: np.ndarray | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +68,8 @@ class Rollout:
         others: Further conversations of an agent.
         answer: The answer that the environment found in the last response.
         unscored: The reason why there is no score; None if there is one.
+        routed_experts: Routing of the first tokens of prompt and segments (see `SampledSequence`); None if the engine
+            returns none.
     """
 
     prompt: Prompt
@@ -79,6 +84,7 @@ class Rollout:
     others: tuple[SideConversation, ...] = ()
     answer: str | None = None
     unscored: Unscored | None = None
+    routed_experts: np.ndarray | None = field(default=None, compare=False)
 
     @staticmethod
     def ended(outcome: Score | Unscored, **said: Any) -> Rollout:
@@ -123,8 +129,8 @@ class Rollout:
 
     def sequences(self, sample_mask: float = 1.0) -> list[SampledSequence]:
         """Each conversation as one token sequence; the loss counts only tokens that the policy sampled."""
-        pairs = [(self.prompt.token_ids, self.segments), *((o.prompt_token_ids, o.segments) for o in self.others)]
-        return [_sequence(prompt, segments, sample_mask) for prompt, segments in pairs]
+        first = SideConversation(self.prompt.token_ids, self.segments, self.routed_experts)
+        return [_sequence(conversation, sample_mask) for conversation in (first, *self.others)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,15 +275,19 @@ def unscored_rates(reasons: Sequence[str | None]) -> dict[str, float]:
     return {why: reasons.count(why) / len(reasons) for why in ("failed", "timed_out", "no_reward")}
 
 
-def _sequence(prompt: Sequence[int], segments: Sequence[Segment], sample_mask: float) -> SampledSequence:
-    token_ids = list(prompt)
+def _sequence(conversation: SideConversation, sample_mask: float) -> SampledSequence:
+    token_ids = list(conversation.prompt_token_ids)
     token_mask = [0] * len(token_ids)
     logprobs = [0.0] * len(token_ids)
-    for segment in segments:
+    for segment in conversation.segments:
         sampled = segment.logprobs is not None
         token_ids.extend(segment.token_ids)
         token_mask.extend([int(sampled)] * len(segment.token_ids))
         logprobs.extend(segment.logprobs if segment.logprobs is not None else [0.0] * len(segment.token_ids))
     return SampledSequence(
-        token_ids=token_ids, token_mask=token_mask, generation_logprobs=logprobs, sample_mask=sample_mask
+        token_ids=token_ids,
+        token_mask=token_mask,
+        generation_logprobs=logprobs,
+        sample_mask=sample_mask,
+        routed_experts=conversation.routed_experts,
     )

@@ -57,6 +57,7 @@ class VllmSettings(VllmConfig):
             sleeps; None if the engine drops all of them.
         adapters: The policy's adapters, if the engine applies them itself: refits bring nothing else, and the model's
             own weights come from its folder. None if refits bring all weights.
+        returns_routed_experts: Responses come with the routing of their tokens.
     """
 
     model_name: str
@@ -66,6 +67,7 @@ class VllmSettings(VllmConfig):
     endpoint: EndpointSettings | None = None
     kept_kv_bytes: int | None = None
     adapters: ServedAdapters | None = None
+    returns_routed_experts: bool = False
 
 
 @dataclass(frozen=True)

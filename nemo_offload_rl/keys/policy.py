@@ -255,8 +255,24 @@ class TeacherConfig:
 
 
 @section
+class RouterReplayConfig:
+    """`policy.router_replay`: which experts a mixture's tokens pass through in training."""
+
+    enabled: Annotated[
+        bool,
+        doc(
+            "Logprob and training passes send each token to the experts that the engine chose for it, in every layer, "
+            "weighted by the policy's present router. The frozen reference and a teacher choose their own. Needs a "
+            "mixture of experts."
+        ),
+    ] = False
+
+
+@section
 class RolloutKeys:
     """Keys of `policy` in runs with an engine."""
+
+    router_replay: Annotated[RouterReplayConfig, doc("Which experts tokens pass through in training.")]
 
     refit_buffer_size_gib: Annotated[
         float, doc("Size in GiB of each of the two buffers that transfer weights to the engine.", gt=0)

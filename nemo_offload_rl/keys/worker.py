@@ -10,6 +10,7 @@ from nemo_offload_rl.keys.grpo import RolloutSectionConfig
 from nemo_offload_rl.keys.policy import (
     PolicyConfig,
     RolloutKeys,
+    RouterReplayConfig,
     SchedulerEntry,
     SchedulerMilestonesConfig,
     SchedulerPhaseConfig,
@@ -28,6 +29,7 @@ _NO_ROLLOUTS: Mapping[str, Any] = {
     "engine_kept_kv_gib": 0.0,
     "sends_adapters": False,
     "colocated": False,
+    "router_replay": RouterReplayConfig(),
     "residency": "always",
     "residency_overrides": {},
     "suspend_nccl_comms": False,

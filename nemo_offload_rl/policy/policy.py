@@ -7,7 +7,7 @@ optimizer step sees its own global batch, and neighbouring rows stay neighbours,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -55,7 +55,7 @@ def pad_rows[Batch: TokenBatch](batch: Batch, multiple: int) -> Batch:
 
 
 def _concatenated[Batch: TokenBatch](batches: Sequence[Batch]) -> Batch:
-    names = [field.name for field in fields(batches[0])]
+    names = batches[0].tensors()
     return replace(batches[0], **{name: torch.cat([getattr(batch, name) for batch in batches]) for name in names})
 
 
@@ -207,7 +207,7 @@ class Policy:
         With `counted_only`, tokens that the loss of a `TrainBatch` does not count are 0 too, and cost no logits.
         """
         # Send only what a logprob needs: a training batch has up to five more tensors of this size.
-        shards = self._ranks.deal(logprob_inputs(batch, counted_only=counted_only))
+        shards = self._ranks.deal(logprob_inputs(batch, counted_only=counted_only, replays=True))
         found = self._group.run_each(PolicyWorker.get_logprobs, [(shard, counted_only) for shard in shards])
         return torch.cat(self._ranks.each_once(found))[: len(batch)]
 

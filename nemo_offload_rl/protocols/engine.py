@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
+
+import numpy as np
 
 from nemo_offload_rl.keys.generation import SamplingSettings
 from nemo_offload_rl.protocols.refit import WeightBucket
@@ -24,12 +26,15 @@ class Completion:
         logprobs: The engine's logprob of each token (see `SamplingSettings`).
         finish_reason: "stop", "length" or "abort".
         versions: See `Versions` and `GenerationEngine.finish_refit`.
+        routed_experts: Routing of the prompt's tokens and the response's, without the last one, which the engine did
+            not compute ([tokens, layers, experts per token], see `data/batch.py`); None if the engine returns none.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: str
     versions: Versions = ()
+    routed_experts: np.ndarray | None = field(default=None, compare=False)
 
     def cut(self, size: int) -> Completion:
         """Return the first `size` tokens, or all if there are fewer."""
@@ -37,8 +42,13 @@ class Completion:
         for version, count in self.versions:
             kept.append((version, min(count, left)))
             left -= kept[-1][1]
+        routing, num_cut = self.routed_experts, max(len(self.token_ids) - size, 0)
         return replace(
-            self, token_ids=self.token_ids[:size], logprobs=self.logprobs[:size], versions=joined_versions([kept])
+            self,
+            token_ids=self.token_ids[:size],
+            logprobs=self.logprobs[:size],
+            versions=joined_versions([kept]),
+            routed_experts=None if routing is None else routing[: len(routing) - num_cut],
         )
 
     def continued_by(self, rest: Completion) -> Completion:
@@ -48,6 +58,7 @@ class Completion:
             [*self.logprobs, *rest.logprobs],
             rest.finish_reason,
             joined_versions([self.versions, rest.versions]),
+            joined_routing(self.routed_experts, rest.routed_experts),
         )
 
 
@@ -61,6 +72,18 @@ def joined_versions(parts: Iterable[Iterable[tuple[int, int]]]) -> Versions:
             if count:
                 found.append((version, count))
     return tuple(found)
+
+
+def joined_routing(before: np.ndarray | None, later: np.ndarray | None) -> np.ndarray | None:
+    """Join the routing of a conversation's tokens that the engine returned for its beginning, and for more of it.
+
+    Args:
+        before: Routing of the first tokens, which stays: the routing with which the next ones were sampled.
+        later: Routing from the first token on, of a later request whose prompt begins with those tokens.
+    """
+    if before is None or later is None:
+        return later if before is None else before
+    return np.concatenate([before, later[len(before) :]])
 
 
 type Finished = tuple[int, int, Completion]

@@ -30,7 +30,7 @@ from nemo_offload_rl.data.batch import LossNorm, TrainBatch
 from nemo_offload_rl.keys.data import TokenizerConfig
 from nemo_offload_rl.keys.dtensor import DTensorConfig, DTensorLoraConfig
 from nemo_offload_rl.keys.megatron import MegatronConfig
-from nemo_offload_rl.keys.policy import BatchingConfig, OptimizerConfig
+from nemo_offload_rl.keys.policy import BatchingConfig, OptimizerConfig, RouterReplayConfig
 from nemo_offload_rl.keys.section import from_mapping
 from nemo_offload_rl.keys.worker import PolicySettings, TeacherSettings
 from nemo_offload_rl.policy.worker import PolicyWorker
@@ -187,6 +187,7 @@ def _plain_settings(model_name: Path | str, tensor_parallel_size: int) -> Policy
         sequence_packing=off,
         dtensor_cfg=dtensor,
         megatron_cfg=None,
+        router_replay=RouterReplayConfig(),
         refit_buffer_size_gib=0.0001,
         deterministic=False,
         residency="always",

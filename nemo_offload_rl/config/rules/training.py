@@ -126,7 +126,8 @@ def _metric_names(cfg: RunConfig) -> Names:
     if isinstance(cfg, DistillationMasterConfig):
         section = cfg.distillation
         sizes = (section.num_generations_per_prompt, section.val_num_generations_per_prompt)
-        return distillation_names(group_size=sizes[0], val_group_size=sizes[1])
+        replays = cfg.policy.router_replay.enabled
+        return distillation_names(group_size=sizes[0], val_group_size=sizes[1], replays=replays)
     if not isinstance(cfg, GrpoMasterConfig):
         return DPO_NAMES if isinstance(cfg, DpoMasterConfig) else SFT_NAMES
     grpo, loss = cfg.grpo, cfg.loss_fn
@@ -141,6 +142,7 @@ def _metric_names(cfg: RunConfig) -> Names:
         collects_ahead=grpo.is_async,
         takes_finished=grpo.async_grpo is not None and grpo.is_async and grpo.async_grpo.order == "finished",
         agents=cfg.policy.generation.vllm_cfg.expose_http_server,
+        replays=cfg.policy.router_replay.enabled,
         stops=grpo.rollout_stop is not None and grpo.rollout_stop.target is not None,
         positive_examples=loss.positive_example_nll_weight > 0,
     )

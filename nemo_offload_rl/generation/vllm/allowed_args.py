@@ -72,7 +72,7 @@ _REFUSED: Mapping[str, str] = {
         mamba_config
     """,
     "nothing here reads what it adds": """
-        additional_config enable_log_requests enable_return_routed_experts io_processor_plugin pooler_config
+        additional_config enable_log_requests io_processor_plugin pooler_config
         renderer_num_workers scheduler_cls served_model_name
     """,
 }
@@ -108,6 +108,7 @@ OWN_KEYS: Mapping[str, str] = {
     "enable_sleep_mode": f"{_KEYS}.enable_sleep_mode",
     "max_model_len": f"{_KEYS}.max_model_len",
     "enforce_eager": f"{_KEYS}.enforce_eager",
+    "enable_return_routed_experts": "policy.router_replay.enabled",
     "logprobs_mode": "nothing, for it is always processed_logprobs",
     "distributed_executor_backend": "nothing, for tensor_parallel_size decides",
     "worker_cls": "nothing, for refit needs its own",

@@ -22,6 +22,7 @@ from vllm.model_executor.layers.fused_moe import cpu_fused_moe
 from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsFp8
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn as olmo
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
@@ -33,7 +34,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from nemo_offload_rl.generation.vllm.fp8_loading import BLOCK
 
 _attention, _rotate = _custom_ops.cpu_attention_with_kv_cache, RotaryEmbedding.forward_cpu
-_choose = cpu_fused_moe.select_experts
+_choose, _compute_experts = cpu_fused_moe.select_experts, cpu_fused_moe.CPUFusedMOE.forward_torch
 
 
 class RefitCpuWorker(CPUWorker):
@@ -49,7 +50,7 @@ class RefitCpuWorker(CPUWorker):
     groups (MiniMax-M2) get one. Its attention kernel takes sinks (gpt-oss) in bfloat16 only, so they are rounded. Its
     rotary kernel rotates only one head of queries of shape [tokens, heads, size] (DeepSeek-V3), so these use the native
     implementation. Its gated delta nets take bfloat16 only (Qwen3-Next, Qwen3.5) or a GPU (OLMo Hybrid), so
-    transformers' functions replace them.
+    transformers' functions replace them. Its experts do not say which of them a token was sent to.
     """
 
     def init_device(self) -> None:
@@ -78,11 +79,27 @@ class RefitCpuWorker(CPUWorker):
         _POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU] = [PlainFp8Kernel]
         cpu_moe.prepare_fp8_moe_layer_for_cpu = _as_they_are
         CPUExpertsFp8.apply = _plain_experts
+        experts: Any = cpu_fused_moe.CPUFusedMOE
+        experts.forward_torch = _told_experts
         super().load_model(load_dummy_weights=load_dummy_weights)
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """Start as vLLM does, and have experts tell vLLM's record of routing, if there is one."""
+        super().initialize_from_config(kv_cache_config)
+        for module in self.vllm_config.compilation_config.static_forward_context.values():
+            if isinstance(module, MoERunner):
+                of_router: Any = module.router
+                module.routed_experts.told = of_router.capture_fn
 
 
 def _no_grouped_gemm(self: object, layer: object) -> tuple[bool, str]:
     return False, "none"
+
+
+def _told_experts(self: Any, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *rest: Any) -> Tensor:
+    if (tell := getattr(layer, "told", None)) is not None:
+        tell(topk_ids)
+    return _compute_experts(self, layer, x, topk_weights, topk_ids, *rest)
 
 
 def _no_allocator(device: torch.device) -> None:

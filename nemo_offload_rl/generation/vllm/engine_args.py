@@ -111,6 +111,8 @@ def engine_args(settings: VllmSettings, device_type: str) -> dict[str, Any]:
 
         arguments["scheduler_cls"] = f"{_PACKAGE}.keeping_scheduler.keeping_scheduler"
         arguments["additional_config"] = KeptKvSettings(settings.kept_kv_bytes)
+    if settings.returns_routed_experts:
+        arguments["enable_return_routed_experts"] = True
     if settings.adapters is not None:
         arguments |= lora_args(settings.adapters)
     if settings.kv_cache_memory_gib is not None:

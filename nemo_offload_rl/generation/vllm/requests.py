@@ -137,7 +137,15 @@ def completion_from_output(output: CompletionOutput, recorded: Recorded | None =
         recorded: What the workers recorded; None if vLLM returned the logprobs, and the versions are unknown.
     """
     logprobs, versions = (_returned_logprobs(output), ()) if recorded is None else recorded
-    return Completion(list(output.token_ids), logprobs, output.finish_reason or "abort", versions)
+    reason = output.finish_reason or "abort"
+    return Completion(list(output.token_ids), logprobs, reason, versions, _routing(output.routed_experts))
+
+
+def _routing(routed_experts: np.ndarray | None) -> np.ndarray | None:
+    """Return vLLM's routing in a type that torch computes with: uint8, or int16 instead of uint16."""
+    if routed_experts is None or routed_experts.dtype == np.uint8:
+        return routed_experts
+    return routed_experts.astype(np.int16)
 
 
 def _returned_logprobs(output: CompletionOutput) -> list[float]:

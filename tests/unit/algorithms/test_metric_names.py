@@ -75,6 +75,7 @@ def test_every_documented_metric_is_computed_again_somewhere_or_measured_by_cloc
         positive_examples=True,
         stops=True,
         agents=True,
+        replays=True,
     )
     prefixes = {"train": "train", "val": "validation"}
     computed = {

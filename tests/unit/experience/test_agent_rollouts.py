@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
 
@@ -51,7 +52,8 @@ class Talking:
     def say(
         self, url: str, prompt: list[int], response: list[int], parent: int | None = None, end: str = "stop"
     ) -> None:
-        said = Completion(response, [-0.5 * token for token in response], end)
+        experts = np.full((len(prompt) + len(response) - 1, 1, 2), len(self.calls[url]))
+        said = Completion(response, [-0.5 * token for token in response], end, routed_experts=experts)
         self.calls[url].append(
             ServedCall(prompt_token_ids=tuple(prompt), completion=said, parent=parent, weight_version=1)
         )
@@ -130,6 +132,9 @@ def test_a_conversation_is_one_sequence_whose_sampled_tokens_alone_are_counted()
     assert (rollout.reward, rollout.correct, rollout.truncated, rollout.num_turns) == (1.5, True, True, 3)
     assert (list(aside.token_ids), list(aside.token_mask)) == ([90, 91], [0, 1])
     assert list(aside.generation_logprobs) == [0, -45.5]
+    # Each token has the experts of the call that computed it first; of a call's last token no call knows them.
+    assert sequence.routed_experts[:, 0, 0].tolist() == [0, 0, 0, 2, 2, 2]
+    assert aside.routed_experts[:, 0, 0].tolist() == [1]
     assert (rollout.prompt.text, rollout.response_text) == ("AB", "CD\n\x0bE")
     assert rollout.prompt.loss_multiplier == 1.0
 

@@ -6,11 +6,14 @@ from dataclasses import replace
 from itertools import combinations
 from math import comb
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_offload_rl.algorithms.metrics import rollout_metrics
+from nemo_offload_rl.algorithms.dynamic_sampling import SampledGroups
+from nemo_offload_rl.algorithms.metrics import rollout_metrics, step_metrics
 from nemo_offload_rl.data.records import Prompt
 from nemo_offload_rl.environments.interfaces import Observation, Response, Score, Turn, Unscored
 from nemo_offload_rl.environments.math import ArithmeticEnvironment, RetryEnvironment
@@ -19,6 +22,7 @@ from nemo_offload_rl.experience.pass_at_k import cons_at_k, pass_at_k, powers_of
 from nemo_offload_rl.experience.rollouts import Rollouts, Turns
 from nemo_offload_rl.experience.types import Rollout, RolloutBatch, Segment
 from nemo_offload_rl.protocols.engine import Completion
+from nemo_offload_rl.protocols.loss import TrainResult
 
 END = 0
 
@@ -209,6 +213,43 @@ def test_collation_counts_response_tokens_and_keeps_the_samplers_logprobs_at_the
     assert tensors.token_mask[0].tolist() == [0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0]
     assert tensors.generation_logprobs[0, 3:7].tolist() == pytest.approx([0.0, -0.1, -0.2, 0.0])
     assert tensors.input_lengths.tolist() == [6, 6, 6, 5, 7, 11]
+
+
+class TellingEngine(ScriptedEngine):
+    """Sends the tokens of each call to experts of the call's number; its first response to a prompt lacks them."""
+
+    def generate(self, prompts, num_samples):
+        found = super().generate(prompts, num_samples)
+        pairs = zip(prompts, found, strict=True)
+        return [[self.told(len(each), said, place) for place, said in enumerate(group)] for each, group in pairs]
+
+    def told(self, size, said, place):
+        experts = np.array([[2 * len(self.calls), 0]], dtype=np.uint8)  # one layer, two experts per token
+        routing = np.tile(experts, (size + len(said.token_ids) - 1, 1, 1))
+        return replace(said, routed_experts=None if len(self.calls) == 1 and place == 0 else routing)
+
+
+def test_each_token_keeps_the_experts_of_the_call_that_first_computed_it():
+    script = {"1+1=": ["2", "3"], "1+1=3no ": ["2"]}
+    batch = collect(TellingEngine(script), [prompt("1+1=", "2")], retrying(), max_turns=2)
+    experts = batch.collate(pad_id=0).routed_experts
+    assert experts.dtype == torch.uint8
+    assert experts[..., 1].sum() == 0
+    # The prompt, "3" without the end of the turn, that end and what follows but the last token.
+    assert experts[:, :, 0, 0].tolist() == [[0] * 11, [2] * 5 + [4] * 5 + [0]]
+    metrics = step_metrics(SampledGroups.all_of(batch), TrainResult([0.0], [0.0], [0.0]), {"training": 1.0}, None, {})
+    assert metrics["routed_token_rate"] == pytest.approx(10 / 17)
+    assert metrics["routed_experts_mib"] == 2 * 10 / 2**20
+    assert batch.select_groups([0]).collate(pad_id=0, multiple=4).routed_experts.shape == (2, 12, 1, 2)
+
+
+def test_a_response_that_is_cut_and_continued_keeps_the_experts_that_sampled_it():
+    first = Completion([1, 2, 3], [0.0] * 3, "abort", routed_experts=np.full((6, 1, 2), 1))  # after four tokens
+    rest = Completion([4, 5], [0.0] * 2, "stop", routed_experts=np.full((7, 1, 2), 2))
+    joined = first.cut(2).continued_by(rest)
+    assert joined.token_ids == [1, 2, 4, 5]
+    assert joined.routed_experts[:, 0, 0].tolist() == [1, 1, 1, 1, 1, 2, 2]
+    assert replace(first, routed_experts=None).continued_by(rest).routed_experts is rest.routed_experts
 
 
 def test_tokens_that_an_environment_wrote_are_in_the_sequence_but_not_in_the_loss():

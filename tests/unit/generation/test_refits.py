@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from engine_process import EngineProcess, engine_process, engine_settings, send_weights
@@ -67,12 +70,25 @@ def stacked_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
+@torch.no_grad()
+def returns_the_routing_of(engine: EngineProcess, model: Any) -> None:
+    """Of each token but the last, also of prompts that are in the cache already, in every layer."""
+    for prompt, completions in zip(PROMPTS, engine.generate(PROMPTS, replace(GREEDY, temperature=1.0), 2), strict=True):
+        for completion in completions:
+            tokens = torch.tensor([*prompt, *completion.token_ids])
+            logits = model(tokens[None, :-1], output_router_logits=True).router_logits
+            chosen = torch.stack([of_layer.topk(2).indices for of_layer in logits], dim=1)
+            assert completion.routed_experts.dtype == np.uint8
+            assert np.array_equal(np.sort(completion.routed_experts), chosen.sort().values.numpy())
+
+
 def test_stacked_experts_are_loaded_whole_and_missing_ones_named(engine: EngineProcess, tmp_path: Path) -> None:
     first, second = (save_family_folder(tmp_path, "qwen3_moe", seed) for seed in range(2))
-    engine.start(engine_settings(tmp_path))
+    engine.start(engine_settings(tmp_path, returns_routed_experts=True))
     for model in (first, second):
         send_weights(engine, stacked_tensors(model), 5_000)
         answers_like(engine, model)
+        returns_the_routing_of(engine, model)
     down, gate_up = "model.layers.1.mlp.experts.down_proj", "model.layers.0.mlp.experts.gate_up_proj"
     one_lacks = stacked_tensors(first)
     del one_lacks[down]
