@@ -124,6 +124,7 @@ SAME: Mapping[str, Rule] = {
         "max_grad_norm use_pinned_optimizer_offload offload_optimizer_states_for_logprob",
     ),
     **_same("policy.tokenizer", "name chat_template_kwargs chat_template_kwargs.*"),
+    **_same("policy.router_replay", "enabled"),
     **_same("policy.dynamic_batching", _BATCHING),
     **_same("policy.sequence_packing", _BATCHING),
     **_same("policy.dtensor_cfg", "enabled tensor_parallel_size expert_parallel_size activation_checkpointing"),
@@ -199,7 +200,7 @@ _WATCHING = "only measures the run; residency/* and memory/* are logged here"
 IGNORED: Mapping[str, Rule] = {
     **_ignored(
         "settings of a feature that is off",
-        *_in("policy", "draft.* router_replay.*"),
+        *_in("policy", "draft.*"),
         *_in("reward_penalties", "token_ids token_ids.*"),
     ),
     **_ignored(
@@ -314,7 +315,6 @@ FEATURES: Mapping[str, Rule] = {
     **_off("early stop at a validation metric", "grpo.stop_at_validation_metric"),
     # The model and its training.
     **_off("draft models", "policy.draft.enabled"),
-    **_off("router replay", "policy.router_replay.enabled"),
     **_off("settings of DTensor's expert parallelism", "policy.dtensor_cfg.moe_parallelizer.*", values=()),
     **_off("custom_parallel_plan", "policy.dtensor_cfg.custom_parallel_plan"),
     **_off("dropout before an adapter", "policy.dtensor_cfg.lora_cfg.dropout_position", values=("post",)),

@@ -20,6 +20,7 @@ from nemo_offload_rl.models.rope import (
     rope_type,
     rotated_parts,
 )
+from nemo_offload_rl.models.shape import ModelShape
 from nemo_offload_rl.models.windows import ModelConfig
 
 _LEFT_OUT = "which the engine would leave out"
@@ -35,6 +36,7 @@ _PAIRS = Refusal("rope_interleave", (None, True), "but the engine rotates pairs 
 _ROPE_OF_ENGINE = ("mrope_section", "rope_dim", "use_fope")  # of vLLM's `get_rope`
 
 _WITH_MAMBA = ("granitemoehybrid", "nemotron_h")
+_UNTOLD = ("gemma4_text", "hunyuan_v1_moe")
 
 SETTINGS: Mapping[str, tuple[Refusal, ...]] = {
     "afmoe": (
@@ -135,6 +137,18 @@ def unserved(config: ModelConfig, longest: int) -> str | None:
         *(refusal.problem(config) for refusal in SETTINGS.get(family.model_type, ())),
     )
     return next((problem for problem in problems if problem is not None), None)
+
+
+def untold_experts(config: ModelConfig) -> str | None:
+    """Return why vLLM 0.25.1 does not say which experts a model's tokens were sent to, or None."""
+    shape = ModelShape.of(config)
+    if not shape.num_experts:
+        return "no experts"
+    if shape.num_active_experts == 1:
+        return "one expert for each token, which cannot be told from no expert"
+    if (kind := config.get("model_type")) in _UNTOLD:
+        return f"model_type {kind}, of which vLLM 0.25.1 does not find the number of experts per token"
+    return None
 
 
 def is_served_on_gpus_only(config: ModelConfig) -> bool:

@@ -301,7 +301,7 @@ class PolicyWorker:
             [B, S] float32 on the CPU; column 0, padding and uncomputed tokens are 0.
         """
         self._require("get_logprobs", Phase.LP_INFERENCE, Phase.TRAINING)
-        batch = logprob_inputs(batch, counted_only=counted_only)
+        batch = logprob_inputs(batch, counted_only=counted_only, replays=True)
         rows = self._rows(batch, is_training=False, size=self._settings.logprob_batch_size)
         found: list[Tensor] = []
         for attempt in self._passes.attempts(PassKind.LOGPROBS, batch, rows, self._backend.abandon_pass):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,7 @@ from policy_cases import (
     shard,
     worker_of,
 )
+from routing_cases import forced, with_random_routing
 from safetensors.torch import load_file
 from token_stat_cases import hf_token_stats, with_predicted_tokens
 from torch import Tensor
@@ -37,6 +40,7 @@ from nemo_offload_rl.backends.factory import expected_bytes
 from nemo_offload_rl.backends.hf.model_folder import local_config
 from nemo_offload_rl.backends.hf.weight_files import HubNames
 from nemo_offload_rl.data.batch import TrainBatch
+from nemo_offload_rl.keys.policy import RouterReplayConfig
 from nemo_offload_rl.keys.worker import PolicySettings
 from nemo_offload_rl.memory.account import model_sizes
 from nemo_offload_rl.memory.groups import ModelElements, group_bytes, held_by_stage
@@ -68,25 +72,38 @@ def save_families(root: Path, families: Sequence[str]) -> None:
     """Write a folder for each family, and next to it references that all ranks of all layouts read."""
     for family in families:
         model = save_family(root / family, family)
-        for sparse in (False, True):
-            batch = with_predicted_tokens(model, make_sparse_batch() if sparse else make_batch())
-            loss, grads = hf_loss_and_grads(model, batch)
-            logprobs_BS = hf_logprobs(model, batch).detach()
-            reference = Reference(batch, logprobs_BS, loss, grads, hf_token_stats(model, batch))
-            torch.save(reference, _reference_path(root / family, sparse))
+        for kind in ("dense", "sparse", *(("routed",) if family == "qwen3-moe" else ())):
+            batch, forcing = (
+                with_predicted_tokens(model, make_sparse_batch() if kind == "sparse" else make_batch()),
+                nullcontext,
+            )
+            if kind == "routed":
+                batch = with_random_routing(batch, model.config)
+                forcing = partial(forced, batch, (0, 1), model.config.num_experts)
+            with forcing():
+                loss, grads = hf_loss_and_grads(model, batch)
+                logprobs_BS = hf_logprobs(model, batch).detach()
+            with forcing():
+                stats = hf_token_stats(model, batch)
+            torch.save(Reference(batch, logprobs_BS, loss, grads, stats), _reference_path(root / family, kind))
 
 
-def _reference_path(folder: Path, sparse: bool) -> Path:
-    return folder.with_name(f"{folder.name}.{'sparse' if sparse else 'dense'}.pt")
+def _reference_path(folder: Path, kind: str) -> Path:
+    return folder.with_name(f"{folder.name}.{kind}.pt")
 
 
 def make_worker(process, folder, *, keep_reference=False, **changes):
     return worker_of(make_settings(folder, **changes), process, keep_reference=keep_reference)
 
 
-def equals_hugging_face(process, folder, *, same_names=True, sparse=False, **changes):
-    """Loss, gradients, their norm, logprobs, refit tensors and planned bytes of state of a fresh worker."""
-    expected: Reference = torch.load(_reference_path(Path(folder), sparse), weights_only=False)
+def equals_hugging_face(process, folder, *, same_names=True, sparse=False, routed=False, **changes):
+    """Loss, gradients, their norm, logprobs, refit tensors and planned bytes of state of a fresh worker.
+
+    With `routed`, tokens go to random experts.
+    """
+    kind = "routed" if routed else "sparse" if sparse else "dense"
+    expected: Reference = torch.load(_reference_path(Path(folder), kind), weights_only=False)
+    changes |= {"router_replay": RouterReplayConfig(enabled=True)} if routed else {}
     batch = expected.batch
     with make_worker(process, folder, **changes) as worker:
         early, exact = expected_bytes(worker._settings, process).state, worker._backend.expected_bytes()

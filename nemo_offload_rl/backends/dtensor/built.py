@@ -32,6 +32,7 @@ from nemo_offload_rl.backends.dtensor.model import (
     padded_rows,
     shared_rows,
 )
+from nemo_offload_rl.backends.dtensor.replayed_experts import ReplayedExperts
 from nemo_offload_rl.backends.dtensor.state_mixers import missing_kernels
 from nemo_offload_rl.backends.dtensor.tensor_parallel import apply_tensor_parallel
 from nemo_offload_rl.backends.hf.export import load_config
@@ -142,7 +143,11 @@ class BuiltModel:
         temperature = settings.logprob_temperature * logits_divisor(contents)
         softcap, kept = logits_softcap(contents), settings.logprob_filter
         self.head = Head(temperature, settings.logprob_chunk_size, shard, softcap, kept)
-        self.module = LogprobModel(causal_lm, self.head, None if meshes.cp is None else meshes.cp.get_group())
+        replayed = None
+        if settings.router_replay.enabled and not is_frozen:
+            replayed = ReplayedExperts(layers, self.config)
+        context_group = None if meshes.cp is None else meshes.cp.get_group()
+        self.module = LogprobModel(causal_lm, self.head, context_group, replayed)
         if settings.dtensor_cfg.torch_compile and on_gpu and can_be_compiled(causal_lm):
             compile_layers(layers)
         self.layers = list(layers)
@@ -191,8 +196,9 @@ class BuiltModel:
         return weight_buffers(self.module.causal_lm)
 
     def reshard(self) -> None:
-        """Free gathered parameters."""
+        """Free gathered parameters, and the routing of the last pass."""
         parallel.reshard_all(self.fsdp_root)
+        self.module.replay(None)
 
     def abandon_pass(self) -> None:
         """Drop what a pass that broke off left, except gradients."""
@@ -220,7 +226,8 @@ class BuiltModel:
             rows = shared_rows(is_scored_BS, self._multiple, self._cp_mesh.get_local_rank(), self._cp_mesh.size())
         else:
             rows = padded_rows(is_scored_BS, self._multiple)
-        return micro_batch.to(self._device), rows.to(self._device)
+        batch = micro_batch.to(self._device)
+        return batch, rows.to(self._device).replaying(batch.routed_experts)
 
     @contextmanager
     def reading(self) -> Iterator[None]:

@@ -39,7 +39,12 @@ def use_grouped_experts(causal_lm: Any) -> None:
 
 def expert_modules(module: nn.Module) -> list[Any]:
     """Return the modules with a layer's stacked experts, in order; none in a dense model."""
-    return [part for part in module.modules() if hasattr(part, "has_gate") and hasattr(part, "is_transposed")]
+    return [part for part in module.modules() if has_stacked_experts(part)]
+
+
+def has_stacked_experts(module: nn.Module) -> bool:
+    """Tell whether a module holds a layer's stacked experts itself."""
+    return hasattr(module, "has_gate") and hasattr(module, "is_transposed")
 
 
 def divide_experts(causal_lm: nn.Module, mesh: DeviceMesh) -> None:

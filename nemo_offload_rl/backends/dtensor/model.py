@@ -3,7 +3,8 @@
 `ModelRows` has the indices that map a micro-batch's tokens, and the tokens to score, to the model's rows. They are
 computed on the host: reading lengths from a GPU would wait for all queued work.
 
-Shape suffixes: B rows of S columns of the micro-batch; R rows of L tokens of the model's input; N scored tokens.
+Shape suffixes: B rows of S columns of the micro-batch; R rows of L tokens of the model's input, T in all; N scored
+tokens; D decoder layers; K experts per token.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from nemo_offload_rl.backends.dtensor.attention import TAKES_BOUNDS, own_pieces
 from nemo_offload_rl.backends.dtensor.experts import expert_modules
+from nemo_offload_rl.backends.dtensor.replayed_experts import ReplayedExperts
 from nemo_offload_rl.backends.dtensor.state_mixers import has_states, sequence_arguments
 from nemo_offload_rl.backends.ranks import sum_over
 from nemo_offload_rl.data.batch import on_device
@@ -41,6 +43,7 @@ class ModelRows:
         positions_RL: Positions of the model's tokens, [1, L] if equal in all rows; None for column numbers.
         bounds: [sequences + 1] int32, with packed rows: the start of each sequence, and L.
         lengths: Tokens of each packed sequence, on the host.
+        experts_TDK: Routing of the model's tokens; None if the model chooses all experts.
     """
 
     scored_N: Tensor
@@ -49,6 +52,16 @@ class ModelRows:
     positions_RL: Tensor | None = None
     bounds: Tensor | None = None
     lengths: tuple[int, ...] = ()
+    experts_TDK: Tensor | None = None
+
+    def replaying(self, experts_BSDK: Tensor | None) -> Self:
+        """Return a copy with the routing of a micro-batch; both are on one device."""
+        if experts_BSDK is None:
+            return self
+        experts_TDK = experts_BSDK.flatten(0, 1)
+        if self.tokens_RL is not None:
+            experts_TDK = experts_TDK.index_select(0, self.tokens_RL.flatten())
+        return replace(self, experts_TDK=experts_TDK)
 
     def to(self, device: torch.device) -> Self:
         """Return a copy on a device."""
@@ -196,13 +209,26 @@ class LogprobModel(nn.Module):
         head: Settings for reading its logits.
         context_group: Ranks that share each row; None without context parallelism. Each computes its own tokens and
             gets all results, so losses and metrics cover whole rows and are equal on these ranks.
+        replayed: Has the model's mixtures use the rows' routing; None if they choose all experts.
     """
 
-    def __init__(self, causal_lm: Any, head: Head, context_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        causal_lm: Any,
+        head: Head,
+        context_group: dist.ProcessGroup | None = None,
+        replayed: ReplayedExperts | None = None,
+    ) -> None:
         super().__init__()
         self.causal_lm = causal_lm
         self.scorer = Scorer(causal_lm.get_output_embeddings(), head)
         self._context_group = context_group
+        self._replayed = replayed
+
+    def replay(self, experts_TDK: Tensor | None) -> None:
+        """Have mixtures use these experts from now on (see `ReplayedExperts`); None for their own choice."""
+        if self._replayed is not None:
+            self._replayed.use(experts_TDK)
 
     def forward(self, input_ids_BS: Tensor, rows: ModelRows, reader: Reader) -> Any:
         """Apply the reader to the scored tokens; its results become [B, S, ...] tensors, 0 at other tokens.
@@ -212,6 +238,7 @@ class LogprobModel(nn.Module):
             rows: The model's input tokens, and the scored tokens.
             reader: Gets the hidden states from which the scored tokens are predicted.
         """
+        self.replay(rows.experts_TDK)
         hidden_RLH = self.causal_lm.base_model(**self.inputs(input_ids_BS, rows)).last_hidden_state
         return self.read(hidden_RLH, input_ids_BS, rows, reader)
 

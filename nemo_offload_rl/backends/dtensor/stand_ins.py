@@ -35,10 +35,12 @@ class LayerInputs:
     Attributes:
         hidden: [R, L, H] input of the first layer, with its autograd graph.
         others: Other arguments of each layer.
+        experts_TDK: Routing of the tokens, see `ModelRows`.
     """
 
     hidden: Tensor
     others: list[tuple[tuple[Any, ...], dict[str, Any]]]
+    experts_TDK: Tensor | None = None
 
     def others_bytes(self) -> int:
         """Return the bytes of the other arguments, counting tensors that layers share once."""
@@ -98,11 +100,12 @@ class SteppedModel:
         self._run(record, input_ids_BS, rows)
         if len(others) != len(self._layers):
             raise unsuited("it does not run all of its layers")
-        return LayerInputs(cast_inputs(hidden[0], self._dtype), others)
+        return LayerInputs(cast_inputs(hidden[0], self._dtype), others, rows.experts_TDK)
 
     def layer(self, index: int, hidden: Tensor, inputs: LayerInputs) -> Tensor:
         """Compute a layer's output for hidden states in the compute type."""
         args, kwargs = cast_inputs(inputs.others[index], self._dtype)
+        self._module.replay(inputs.experts_TDK)
         return self._layers[index].forward(hidden, *args, **kwargs)
 
     def read(self, hidden: Tensor, input_ids_BS: Tensor, rows: ModelRows, reader: Reader) -> Any:

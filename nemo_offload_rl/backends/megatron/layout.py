@@ -27,6 +27,7 @@ class ModelInput:
     Attributes:
         ids_RL: Token ids.
         positions_RL: Position of each token in its sample.
+        places_RL: Index of each token in the flattened samples; 0 for tokens that were added.
         targets_RL: Next token of each token; arbitrary at the end of a sample.
         sources_RL: Index of each target in the flattened samples; arbitrary at the end of a sample.
         is_padding_RL: True for tokens that belong to no sample.
@@ -40,6 +41,7 @@ class ModelInput:
 
     ids_RL: Tensor
     positions_RL: Tensor
+    places_RL: Tensor
     targets_RL: Tensor
     sources_RL: Tensor
     is_padding_RL: Tensor
@@ -49,6 +51,14 @@ class ModelInput:
     tokens_K: Tensor
     samples_shape: torch.Size
     order_T: Tensor | None
+
+    def of_routers(self, value_BS: Tensor, part: int, num_parts: int) -> Tensor:
+        """Convert the samples' values [B, S, ...] to [T, ...], in the order of the tokens of a rank's routers.
+
+        Routers get positions first, then rows; with sequence parallelism one of `num_parts` equal parts of positions.
+        """
+        places_T = self.places_RL.t().chunk(num_parts)[part].flatten()
+        return value_BS.flatten(0, 1).index_select(0, places_T)
 
     def of_samples(self, scored_RL: Tensor) -> Tensor:
         """Convert targets' values [R, L, ...] to [B, S, ...] in the layout of logprobs; 0 for unscored tokens."""
@@ -116,6 +126,7 @@ def lay_out(
     return ModelInput(
         ids_RL=move(ids_BP[:, mine]),
         positions_RL=move(position_BP[:, mine]),
+        places_RL=move(source_BP[:, mine]),
         targets_RL=move(targets_RT[:, mine]),
         sources_RL=move(sources_RT[:, mine]),
         is_padding_RL=move(is_padding_BP[:, mine]),

@@ -19,6 +19,7 @@ from nemo_offload_rl.backends.megatron import parallel
 from nemo_offload_rl.backends.megatron.activation_offload import ActivationOffloading
 from nemo_offload_rl.backends.megatron.layout import ModelInput, by_place, lay_out
 from nemo_offload_rl.backends.megatron.model import BuiltModel
+from nemo_offload_rl.backends.megatron.replayed_experts import ReplayedExperts
 from nemo_offload_rl.backends.megatron.upstream.balancing import (
     adds_router_loss,
     num_tokens_of_step,
@@ -68,9 +69,11 @@ class Passes:
         tp_group = parallel.tensor_parallel_group()
         self._sequence_parallel_size = tp_group.size() if cfg.sequence_parallel else 1
         self._sequence_parallel_rank = tp_group.rank() if cfg.sequence_parallel else 0
+        self._sequence_part = self._sequence_parallel_rank, self._sequence_parallel_size
         self._config = model.config
         self._adds_router_loss = adds_router_loss(cfg) and model.config.num_moe_experts is not None
         self._counts_tokens = self._adds_router_loss or cfg.moe_router_bias_update_rate > 0
+        self._replayed = ReplayedExperts(model.chunks) if settings.router_replay.enabled else None
         self._token_multiple = cfg.fp8_cfg.token_multiple
         # Megatron does not pad the vocabulary here; a size that does not divide evenly was refused.
         num_rows = model.hf_config.vocab_size // tp_group.size()
@@ -112,6 +115,8 @@ class Passes:
         """
         for chunk in self._chunks:
             chunk.train(not forward_only)
+        if self._replayed is not None:
+            self._replayed.forget()
 
         def forward_step(batches: Iterator[tuple[int, Any]], chunk: Any) -> tuple[Any, Callable[[Any], Any]]:
             if self._empties_cache:
@@ -126,6 +131,9 @@ class Passes:
                 token_multiple=self._token_multiple,
             )
             batch = batch.to(self._device)
+            if self._replayed is not None and batch.routed_experts is not None:
+                experts_TDK = laid_out.of_routers(batch.routed_experts, *self._sequence_part)
+                self._replayed.use(experts_TDK, is_computed_again=not forward_only)
 
             def reduce(scores_BS: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor, Any]:
                 scalar, result = consume(scores_BS, batch)  # Megatron's wrappers make a named tuple a plain one

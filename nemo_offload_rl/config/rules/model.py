@@ -12,10 +12,11 @@ from nemo_offload_rl.generation.vllm.fp8_loading import BLOCK
 from nemo_offload_rl.keys.master import RolloutMasterConfig, Rule, RunConfig
 from nemo_offload_rl.models.families import dropout_rates
 from nemo_offload_rl.models.rope import changing_rope_type, has_rotary_base, unchanged_length
-from nemo_offload_rl.models.served import is_served_on_gpus_only, longest_served, unserved
+from nemo_offload_rl.models.served import is_served_on_gpus_only, longest_served, unserved, untold_experts
 from nemo_offload_rl.models.shape import odd_blocks
 
 _VLLM = "policy.generation.vllm_cfg"
+_REPLAY = "policy.router_replay.enabled is true"
 
 
 def rotary_embeddings_keep_their_base(cfg: RunConfig) -> str | None:
@@ -93,6 +94,21 @@ def eight_bit_layers_have_whole_blocks(cfg: RolloutMasterConfig) -> str | None:
     )
 
 
+def replayed_experts_are_told(cfg: RolloutMasterConfig) -> str | None:
+    """`router_replay` needs a mixture of experts, and an engine that says which experts it chose."""
+    if not cfg.policy.router_replay.enabled:
+        return None
+    if cfg.policy.generation.vllm_cfg.is_quantized and not cfg.cluster.gpus_per_node:
+        return (
+            f"{_REPLAY}, but an engine on a CPU with {_VLLM}.precision fp8 does not say which experts it chose; set "
+            "precision to bfloat16, or enabled to false"
+        )
+    model = local_model_config(cfg)
+    if model is None or (reason := untold_experts(model)) is None:
+        return None
+    return f"{_REPLAY}, but config.json of {cfg.policy.model_name} has {reason}; set it to false"
+
+
 def rows_fit_the_model_s_positions(cfg: RolloutMasterConfig) -> str | None:
     """`vllm_cfg.max_model_len` is at most the number of positions that the model allows."""
     model, asked = local_model_config(cfg), cfg.policy.generation.vllm_cfg.max_model_len
@@ -131,6 +147,7 @@ ROLLOUT_RULES: tuple[Rule[RolloutMasterConfig], ...] = (
     rotary_frequencies_of_engine_and_policy_agree,
     the_engine_serves_the_model,
     eight_bit_layers_have_whole_blocks,
+    replayed_experts_are_told,
     rows_fit_the_model_s_positions,
     the_engine_can_apply_adapters,
 )

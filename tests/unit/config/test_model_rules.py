@@ -28,6 +28,7 @@ from nemo_offload_rl.backends.hf.served_adapters import served_adapters, the_eng
 from nemo_offload_rl.config.rules.model import (
     RULES,
     eight_bit_layers_have_whole_blocks,
+    replayed_experts_are_told,
     rotary_embeddings_keep_their_base,
     rotary_frequencies_of_engine_and_policy_agree,
 )
@@ -346,6 +347,26 @@ def test_layers_in_8_bits_have_whole_blocks(
     for allowed in ([], [f"{engine}.precision=fp8", f"+{engine}.quantization_ignored_layer_kws=[mlp]"]):
         cfg = validate_keys(load_config(CPU, [*overrides, *allowed]), GrpoMasterConfig)
         assert eight_bit_layers_have_whole_blocks(cfg) is None
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "overrides", "words"),
+    [
+        ("qwen3-tied", {}, [], "has no experts; set it to false"),
+        ("qwen3_moe", {"num_experts_per_tok": 1}, [], "has one expert for each token"),
+        ("hunyuan_moe-tied", {}, [], "model_type hunyuan_v1_moe, of which vLLM 0.25.1 does not find"),
+        ("qwen3_moe", {}, ["policy.generation.vllm_cfg.precision=fp8"], "an engine on a CPU with .*precision fp8"),
+        ("qwen3_moe", {}, [], None),
+    ],
+)
+def test_experts_are_replayed_where_the_engine_tells_them(
+    tmp_path: Path, family: str, sizes: dict[str, Any], overrides: list[str], words: str | None
+) -> None:
+    family_config(family, **sizes).save_pretrained(tmp_path)
+    keys = [f"policy.model_name={tmp_path}", "policy.router_replay.enabled=true", *overrides]
+    cfg = validate_keys(load_config(CPU, keys), GrpoMasterConfig)
+    message = replayed_experts_are_told(cfg)
+    assert (message is None) if words is None else re.search(words, message or "") and "\n" not in (message or "")
 
 
 def test_overrides_count_as_the_models_own(tmp_path: Path) -> None:

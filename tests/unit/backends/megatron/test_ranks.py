@@ -68,7 +68,8 @@ def check_megatron_by_two_forms(process, root):
     split, stages = {"tensor_parallel_size": 2, "sequence_parallel": True}, {"pipeline_model_parallel_size": 2}
     equals_hugging_face(process, f"{root}/qwen3", **megatron, **stages, tensor_parallel_size=2)
     equals_hugging_face(process, f"{root}/qwen3-tied", **megatron, **stages, **split, sparse=True)
-    equals_hugging_face(process, f"{root}/qwen3-moe", **experts, **stages, **split, expert_model_parallel_size=2)
+    routed = {"routed": True, "activation_checkpointing": True, "expert_model_parallel_size": 2}
+    equals_hugging_face(process, f"{root}/qwen3-moe", **experts, **stages, **split, **routed)
     equals_hugging_face(process, f"{root}/qwen3-moe", **experts, **split, expert_model_parallel_size=4, sparse=True)
     equals_hugging_face(process, f"{root}/qwen3-moe", **experts, **split, expert_tensor_parallel_size=2)
 
