@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from nemo_offload_rl.backends.hf.model_folder import local_model_config
 from nemo_offload_rl.backends.hf.served_adapters import served_adapters, the_engine_can_apply_adapters
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.engine import ServedAdapters
@@ -13,6 +14,7 @@ from nemo_offload_rl.memory.account import Account
 from nemo_offload_rl.memory.gpus import Gpu, gpu_here
 from nemo_offload_rl.memory.machine import Machine
 from nemo_offload_rl.memory.seconds import paused_seconds, step_seconds, work_of
+from nemo_offload_rl.models.families import state_mixer
 
 _GIB = 2**30
 
@@ -42,8 +44,8 @@ def planned_metrics(config: RunConfig, gpu: Gpu | None = None) -> Mapping[str, f
 def with_chosen_kv(config: RolloutConfig, gpu: Gpu | None = None) -> RolloutConfig:
     """Choose for `grpo.async_grpo.paused_kv: auto` whether engines keep KV blocks on the host.
 
-    They do if the estimated copies take less time than computing the blocks again. Without a GPU of known rates, or if
-    the model's size is unknown, they keep none.
+    They do if the estimated copies take less time than computing the blocks again. Without a GPU of known rates, if the
+    model's size is unknown, or if it has layers with states, they keep none.
 
     Args:
         config: The run.
@@ -52,7 +54,9 @@ def with_chosen_kv(config: RolloutConfig, gpu: Gpu | None = None) -> RolloutConf
     if not _chooses_kv(config):
         return config
     gpu, seconds = gpu or gpu_here(), None
-    if gpu is not None and gpu.rates is not None:
+    model = local_model_config(config)
+    is_attention = model is not None and state_mixer(model) is None
+    if is_attention and gpu is not None and gpu.rates is not None:
         seconds = paused_seconds(Account(config, Machine(gpu.memory_bytes), without_weights=True), gpu.rates)
     if seconds is not None and seconds.copies_s < seconds.recompute_s:
         return config

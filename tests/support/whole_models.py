@@ -10,6 +10,8 @@ from model_families import FAMILIES, family_config
 from tiny_models import make_tokenizer
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from nemo_offload_rl.backends.dtensor.state_mixers import without_kernels
+
 _VISION = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
 _QWEN_VISION = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "depth": 1, "num_position_embeddings": 16}
 _TOWERS: dict[str, dict[str, Any]] = {
@@ -64,6 +66,7 @@ def save_whole_folder(path: Path, name: str, *, newer_names: bool = False, **siz
     model.float().eval().save_pretrained(path, save_original_format=not newer_names)
     make_tokenizer().save_pretrained(path)
     (path / "preprocessor_config.json").write_text('{"of": "images"}')
+    without_kernels(model)
     return model
 
 
@@ -74,4 +77,5 @@ def whole_model(folder: Path) -> Any:
     )
     model, report = loaded
     assert not report["missing_keys"] and not report["unexpected_keys"], report
+    without_kernels(model)
     return model.eval()

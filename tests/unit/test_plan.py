@@ -279,7 +279,10 @@ def test_a_step_took_the_seconds_and_moved_the_bytes_that_are_planned(name, tmp_
 SMALL = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
 
 
-@pytest.mark.parametrize(("sizes", "is_kept"), [(SMALL, False), ({}, True)])
+HYBRID = {"model_type": "qwen3_5_text", "layer_types": ["linear_attention"] * 35 + ["full_attention"]}
+
+
+@pytest.mark.parametrize(("sizes", "is_kept"), [(SMALL, False), ({}, True), (HYBRID, False)])
 def test_a_cache_is_kept_on_the_host_where_copies_take_less_time_than_computing_it_again(sizes, is_kept, tmp_path):
     keys = ["enabled=true", "order=finished", "in_flight_weight_updates=true", "paused_kv=auto", "paused_kv_host_gib=4"]
     overrides = [write_config(tmp_path, "Qwen3-8B"), *(f"grpo.async_grpo.{key}" for key in keys)]

@@ -190,4 +190,4 @@ def local_config(model_name: str, overrides: Mapping[str, Any]) -> Mapping[str, 
 @lru_cache(maxsize=8)
 def _parsed(text: str) -> Any:
     """Parse JSON; a plan asks for the same text hundreds of times."""
-    return json.loads(text)
+    return json.loads(text, object_hook=plain_number)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from nemo_offload_rl.backends.hf.model_folder import local_model_config
 from nemo_offload_rl.errors import division_problem
 from nemo_offload_rl.keys.master import DistillationMasterConfig, GrpoMasterConfig, Rule
+from nemo_offload_rl.models.families import state_mixer
 
 
 def baselines_need_two_responses(cfg: GrpoMasterConfig) -> str | None:
@@ -283,7 +285,10 @@ def rollouts_can_be_collected_during_training(cfg: GrpoMasterConfig) -> str | No
 
 
 def paused_responses_keep_their_cache_only_where_they_pause(cfg: GrpoMasterConfig) -> str | None:
-    """`paused_kv` other than `recompute` needs engines on the policy's devices, and no recomputed caches."""
+    """`paused_kv` other than `recompute` needs engines on the policy's devices, and no recomputed caches.
+
+    `host` also needs a model whose layers are all attention.
+    """
     ahead = cfg.grpo.async_grpo
     if ahead is None or not cfg.grpo.kept_kv_gib:
         return None
@@ -297,6 +302,11 @@ def paused_responses_keep_their_cache_only_where_they_pause(cfg: GrpoMasterConfi
         return (
             f"{told} recompute_kv_cache_after_weight_updates is true, which asks for the opposite; set paused_kv to "
             "recompute, or the other to false"
+        )
+    if ahead.paused_kv == "host" and (model := local_model_config(cfg)) is not None and state_mixer(model) is not None:
+        return (
+            f"{told} layers of {cfg.policy.model_name} ({model['model_type']}) have states, which are kept in another "
+            "way than KV blocks; set it to recompute or auto"
         )
     return None
 

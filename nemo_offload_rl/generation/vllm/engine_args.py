@@ -130,9 +130,14 @@ def engine_args(settings: VllmSettings, device_type: str) -> dict[str, Any]:
             arguments["enable_chunked_prefill"] = False
             arguments["max_num_batched_tokens"] = max(_CPU_BATCH_TOKENS, settings.max_model_len)
     else:
+        arguments["worker_cls"] = f"{_PACKAGE}.gpu_worker.SharingWorker"
         arguments["enable_sleep_mode"] = settings.enable_sleep_mode
         # Other kernels reformat the weights of experts once after loading, and refits bring them in the plain format.
         arguments["moe_backend"] = "triton"
+        if "additional_config" not in arguments:
+            # For prompts of gated delta nets vLLM 0.25.1 takes FlashInfer's kernel on Hopper GPUs, also where
+            # FlashInfer is not installed. It compiles that kernel at the first prompt, which takes nvcc.
+            arguments["gdn_prefill_backend"] = "triton"
         if settings.vllm_kwargs.get("async_scheduling") is False:
             # The only argument that is allowed and turns it off; vLLM itself does so on a CPU.
             _LOG.warning(

@@ -218,15 +218,30 @@ def test_the_families_that_it_trains_pass(tmp_path: Path, model: dict[str, Any])
 
 @pytest.mark.parametrize("name", [name for name in TINY if DTENSOR in trained_by(name)])
 def test_grpo_takes_every_model_that_the_matrix_has_seen_served(tmp_path: Path, name: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(family_config(name).to_diff_dict()))
+    family_config(name).save_pretrained(tmp_path)
     if is_served_on_gpus_only(family_config(name).to_dict()):
         with pytest.raises(ConfigError, match=r"has Mamba layers .* which vLLM computes on GPUs only; set"):
             load_grpo_config(CPU, [f"policy.model_name={tmp_path}"])
+        load_grpo_config(CPU, [f"policy.model_name={tmp_path}", "cluster.gpus_per_node=1"])
     elif FAMILIES[family_config(name).model_type].is_served:
         load_grpo_config(CPU, [f"policy.model_name={tmp_path}"])
     else:
         with pytest.raises(ConfigError, match=r"which vLLM 0\.25\.1 does not serve \(SFT and DPO train it\)"):
             load_grpo_config(CPU, [f"policy.model_name={tmp_path}"])
+
+
+def test_caches_of_layers_with_states_are_not_kept_on_the_host(tmp_path: Path) -> None:
+    family_config("qwen3_5-tied").save_pretrained(tmp_path)
+    keys = ["enabled=true", "order=finished", "in_flight_weight_updates=true", "paused_kv=host"]
+    overrides = [f"policy.model_name={tmp_path}", *(f"grpo.async_grpo.{key}" for key in keys)]
+    overrides += [
+        "policy.generation.vllm_cfg.async_engine=true",
+        "loss_fn.use_importance_sampling_correction=true",
+        "policy.generation.colocated.enabled=true",
+    ]
+    with pytest.raises(ConfigError, match=r"\(qwen3_5_text\) have states, .* set it to recompute or auto"):
+        load_grpo_config(CPU, overrides)
+    load_grpo_config(CPU, [*overrides, "grpo.async_grpo.paused_kv=auto"])
 
 
 @pytest.mark.parametrize("rope", [{"type": "dynamic", "factor": 2.0}, {"rope_type": "longrope"}])

@@ -101,3 +101,20 @@ def test_an_engine_has_room_for_what_others_allocate_next_if_all_of_its_workers_
     engine.free_gib = [70, 50]
     with pytest.raises(DeviceMemoryError, match=r"need 60\.06 GiB to wake, but 50\.00 of 100\.00 GiB were free"):
         engine.wait_for_room(["kv_cache"], 1 * GIB)
+
+
+@pytest.mark.parametrize("took", [True, False])
+def test_an_engine_sleeps_also_while_another_process_takes_memory_of_its_gpu(took, monkeypatch, caplog):
+    """vLLM's own method, with what it asks the GPU for answered here."""
+    # It imports vLLM's model runner for GPUs, which the other tests do without.
+    from nemo_offload_rl.generation.vllm.gpu_worker import SharingWorker
+
+    levels: list[int] = []
+    free_bytes = iter([40 * GIB, (30 if took else 50) * GIB])
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (next(free_bytes), 100 * GIB))
+    worker = object.__new__(SharingWorker)
+    monkeypatch.setattr(worker, "_get_sleep_mode_backend", lambda: SimpleNamespace(suspend=levels.append))
+    worker.sleep(1)
+    assert levels == [1]
+    assert ("another process took memory" in caplog.text) is took

@@ -26,8 +26,9 @@ def test_an_engine_on_a_gpu_sleeps_if_it_is_told_to_and_the_policy_leaves_for_on
     assert config.worker.colocated is sleeps
 
 
-def test_experts_run_on_kernels_that_leave_their_weights_as_they_are() -> None:
-    assert engine_args(load_grpo_config(EXEMPLAR, []).engine, "cuda")["moe_backend"] == "triton"
+def test_an_engine_on_a_gpu_has_kernels_that_leave_weights_as_they_are_and_need_no_flashinfer() -> None:
+    arguments = engine_args(load_grpo_config(EXEMPLAR, []).engine, "cuda")
+    assert (arguments["moe_backend"], arguments["gdn_prefill_backend"]) == ("triton", "triton")
 
 
 def test_an_engine_in_8_bits_keeps_the_layers_and_modules_that_keys_name() -> None:
