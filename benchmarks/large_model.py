@@ -15,6 +15,9 @@ responses of a group have, so that gradients are not 0. Overrides of the configu
 of policy workers, which gloo connects. The links of the GPUs to the host are probed before the run, of one GPU alone
 and of all at the same time (`link_gb_per_s`).
 
+A random model ends no answer, so responses have all tokens of `max_new_tokens`. With `--long-tail` their lengths are
+log-normal, as in `grpo_long_tail.py`: at most `max_new_tokens`, and 18 % of it on average.
+
 It prints a line for each step (seconds by phase, exposed and hidden copies and the share of the step that is exposed,
 GiB moved, utilisation in training, how far the probabilities of engine and policy are apart), then GiB of the GPU by
 phase and owner, and main memory: planned and taken, at the moment when the processes took most together. Every few
@@ -40,6 +43,7 @@ from typing import Any
 import hybrid_shapes
 import psutil
 from common import CPU_OVERRIDES, GIB, ROOT, make_model, measured_with, probe_links, steps_in, write_result
+from grpo_long_tail import cut_responses
 from hybrid_shapes import HYBRID_SHAPES
 from qwen3_shapes import MOE_SHAPES, SHAPES, num_parameters, shape_of
 
@@ -299,6 +303,7 @@ def main() -> None:
     parser.add_argument("--config", type=Path, help="large_model_14b.yaml without it, on CPU grpo_gpu.yaml")
     parser.add_argument("--gpus", type=int, metavar="N", help="if not as the configuration has it")
     parser.add_argument("--prompts", type=int, metavar="N", help="of a step, all responses to which are one batch")
+    parser.add_argument("--long-tail", action="store_true", help="each response ends at a length of its own")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--cpu", action="store_true", help="the DTensor backend and a few short responses")
     parser.add_argument("--out", type=Path, required=True, help="folder for large_model.json and the run's own files")
@@ -319,6 +324,8 @@ def main() -> None:
     file = arguments.config or ROOT / "benchmarks" / ("grpo_gpu.yaml" if arguments.cpu else "large_model_14b.yaml")
     config = load_grpo_config(file, [*overrides_of(arguments, model), *arguments.overrides])
     report = Report(arguments, model_s, config.cluster.gpus_per_node)
+    if arguments.long_tail:
+        cut_responses(config.policy.generation.vllm_cfg.async_engine)
     report.watch.start()
     try:
         run_grpo(config)

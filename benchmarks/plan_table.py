@@ -96,7 +96,7 @@ def _reference(name: str, backend: str, gpus: int, *overrides: str, prompts: int
     sizes = [f"cluster.gpus_per_node={gpus}"]
     if prompts is not None:
         sizes += [f"grpo.num_prompts_per_step={prompts}", f"policy.train_global_batch_size={8 * prompts}"]
-    shape, length = {"8b": ("llama-8B", 803), "27b": ("27B", 4593)}[name]
+    shape, length = ("27B", 4593) if name == "27b" else ("llama-8B", 803)
     config = f"reference_{name}{'_megatron' if backend == 'megatron' else ''}.yaml"
     return Case(shape, config, overrides=(*sizes, *overrides), length=length)
 
@@ -123,6 +123,10 @@ AHEAD = {
             (4, ("policy.logprob_batch_size=128",)),
             (8, ("policy.logprob_batch_size=64", f"{_ENGINE}=2")),
         )
+    },
+    **{
+        f"reference_8b_long_tail_{gpus}_gpus": _reference("8b_long_tail", "dtensor", gpus, *_KEPT, f"{_ENGINE}=4")
+        for gpus in (4, 8)
     },
     **{
         f"reference_27b_{backend}_{gpus}_gpus": _reference("27b", backend, gpus)
