@@ -258,7 +258,7 @@ def _built(model: _Model) -> Any:
         if (rule := getattr(module, "chunk_gated_delta_rule", None)) is not None:
             module.chunk_gated_delta_rule = partial(_traced_delta_rule, rule)
     if model.lora is not None:
-        add_adapters(causal_lm, model.lora, 0)
+        add_adapters(causal_lm, model.lora, None)
     for module in causal_lm.modules():
         if isinstance(getattr(module, "rope_type", None), str):
             module.rope_type = "default"  # others compare positions, which have no values here; sizes are the same

@@ -26,13 +26,13 @@ _ADAPTER, _HOLDER = "default", "model"
 _BASE, _A, _B = ".base_layer.", f".lora_A.{_ADAPTER}.", f".lora_B.{_ADAPTER}."
 
 
-def add_adapters(causal_lm: Any, settings: DTensorLoraConfig, seed: int) -> None:
+def add_adapters(causal_lm: Any, settings: DTensorLoraConfig, seed: int | None) -> None:
     """Add adapters to linear layers, in place, and freeze everything else.
 
     Args:
         causal_lm: A Hugging Face causal model.
         settings: `enabled` is true.
-        seed: Seed of the adapters' initial values, equal on all ranks.
+        seed: Seed of the adapters' initial values, equal on all ranks; None for adapters on the meta device.
 
     Raises:
         ConfigError: No layer is adapted, a tied output layer would be, or peft is not installed.
@@ -47,11 +47,15 @@ def add_adapters(causal_lm: Any, settings: DTensorLoraConfig, seed: int) -> None
         target_modules=[f"{_HOLDER}.{name}" for name in adapted_layers(causal_lm, settings)],
         task_type="CAUSAL_LM",
     )
+    # In a holder without a config: with a mixture's config, peft takes names of dense layers for those of experts,
+    # which experts had in older versions.
+    holder = nn.ModuleDict({_HOLDER: causal_lm})
+    if seed is None:
+        inject_adapter_in_model(config, holder, low_cpu_mem_usage=True)
+        return
     with torch.random.fork_rng(devices=[]), _on_the_host(causal_lm):
         torch.manual_seed(seed)
-        # In a holder without a config: with a mixture's config, peft takes names of dense layers for those of experts,
-        # which experts had in older versions.
-        inject_adapter_in_model(config, nn.ModuleDict({_HOLDER: causal_lm}))
+        inject_adapter_in_model(config, holder)
         if settings.lora_A_init == "xavier":
             for name, parameter in causal_lm.named_parameters():
                 if _A in name:
