@@ -31,9 +31,10 @@ from nemo_offload_rl.backends.dtensor.parallel import cast_inputs
 from nemo_offload_rl.backends.dtensor.state_mixers import sequence_arguments, without_kernels
 from nemo_offload_rl.backends.dtensor.supported import COLUMNS, ROWS
 from nemo_offload_rl.backends.hf.export import load_config
-from nemo_offload_rl.backends.hf.model_folder import local_folder
+from nemo_offload_rl.backends.hf.model_folder import local_config, local_folder
 from nemo_offload_rl.keys.dtensor import DTensorLoraConfig
 from nemo_offload_rl.keys.worker import PolicySettings
+from nemo_offload_rl.memory.groups import base_element_bytes
 from nemo_offload_rl.memory.layer_trace import LayerCall, LayerMemory, live_bytes, trace_layer
 from nemo_offload_rl.protocols.backend import COMPUTE_DTYPES
 from nemo_offload_rl.residency import PassNeed
@@ -65,10 +66,10 @@ class ModelMemory:
         hidden_bytes: Hidden states.
         outer_bytes: Kept outside of the layers: the last norm, masks, rotary angles.
         layers: Memory of each layer.
-        layer_bytes: Parameters of the largest layer in the compute type.
-        layer_cast_bytes: The largest parameter of those.
-        root_bytes: Parameters outside of layers in the compute type.
-        root_cast_bytes: The largest parameter of those.
+        layer_bytes: Copies of the largest layer in the compute type; one rank makes none of frozen parameters in it.
+        layer_cast_bytes: The largest of those.
+        root_bytes: Copies of the parameters outside of layers in the compute type.
+        root_cast_bytes: The largest of those.
         trained_root_bytes: Trained parameters outside of layers in the compute type.
         output_bytes: The output layer's weight if it is trained.
         num_columns: Columns of the logits.
@@ -100,11 +101,12 @@ def training_need(settings: PolicySettings, num_workers: int, grads_bytes: int) 
         num_workers: Number of policy workers.
         grads_bytes: Gradients of one worker.
     """
-    model = _traced(settings, _row(settings, is_training=True), is_training=True)
-    if model is None:
-        return None
     dtensor = settings.dtensor_cfg
     num_shards = num_workers // dtensor.tensor_parallel_size
+    in_place = num_shards == 1 and _has_base_in_compute_type(settings)
+    model = _traced(settings, _row(settings, is_training=True), is_training=True, in_place=in_place)
+    if model is None:
+        return None
     dp_size = num_shards // dtensor.context_parallel_size
     step_tokens = settings.train_global_batch_size // dp_size * settings.max_total_sequence_length
     is_single = step_tokens <= settings.most_train_tokens and not settings.backend.streams_parameters
@@ -158,12 +160,19 @@ def _training_need(
     )
 
 
-def reading_need(settings: PolicySettings, num_workers: int) -> PassNeed | None:
+def reading_need(settings: PolicySettings, num_workers: int, *, is_teacher: bool = False) -> PassNeed | None:
     """Return what a pass without gradients needs in addition to parameters; None if that is unknown."""
-    model = _traced(settings, _row(settings, is_training=False), is_training=False)
-    if model is None:
-        return None
-    return _reading_need(model, settings, num_workers // settings.dtensor_cfg.tensor_parallel_size)
+    num_shards = num_workers // settings.dtensor_cfg.tensor_parallel_size
+    in_place = num_shards == 1 and (is_teacher or _has_base_in_compute_type(settings))
+    model = _traced(settings, _row(settings, is_training=False), is_training=False, in_place=in_place)
+    return None if model is None else _reading_need(model, settings, num_shards)
+
+
+def _has_base_in_compute_type(settings: PolicySettings) -> bool:
+    """Tell whether the model is frozen, under adapters, and kept in the compute type."""
+    config = local_config(settings.model_name, settings.hf_config_overrides) or {}
+    itemsize = COMPUTE_DTYPES[settings.precision].itemsize
+    return settings.dtensor_cfg.lora_cfg.enabled and base_element_bytes(settings, config) == itemsize
 
 
 def _reading_need(model: ModelMemory, settings: PolicySettings, num_shards: int) -> PassNeed:
@@ -208,7 +217,7 @@ def _odd_multiple(num_tokens: int, divisor: int) -> int:
     return (num_tokens // divisor | 1) * divisor
 
 
-def _traced(settings: PolicySettings, row: _Row, *, is_training: bool) -> ModelMemory | None:
+def _traced(settings: PolicySettings, row: _Row, *, is_training: bool, in_place: bool) -> ModelMemory | None:
     """Trace the model, once in a process; None if its code does not run without data."""
     dtensor = settings.dtensor_cfg
     model = _Model(
@@ -223,7 +232,7 @@ def _traced(settings: PolicySettings, row: _Row, *, is_training: bool) -> ModelM
         is_packed=row.is_packed,
     )
     try:
-        return _trace(model, row, is_compiled=dtensor.torch_compile)
+        return _trace(model, row, is_compiled=dtensor.torch_compile, in_place=in_place)
     except Exception:  # a family's code may fail in any way on tensors without data; the need is unknown then
         logger.debug("passes of %s cannot be traced", settings.model_name, exc_info=True)
         return None
@@ -324,7 +333,7 @@ def _delta_rule_bytes(rule: Callable[..., Any], num_chunks: int, num_heads: int,
 
 
 @lru_cache(maxsize=256)
-def _trace(model: _Model, row: _Row, *, is_compiled: bool) -> ModelMemory:
+def _trace(model: _Model, row: _Row, *, is_compiled: bool, in_place: bool) -> ModelMemory:
     causal_lm = _built(model)
     layers = decoder_layers(causal_lm)
     calls, outer_bytes = _layer_calls(causal_lm, layers, _model_inputs(causal_lm, row, model.longest), model)
@@ -341,16 +350,20 @@ def _trace(model: _Model, row: _Row, *, is_compiled: bool) -> ModelMemory:
         for parameter in causal_lm.parameters()
         if parameter not in inside
     }
+    # Of a frozen model that is read in place, adapters alone are cast.
+    is_copied = (lambda it: model.lora is not None and it.requires_grad) if in_place else (lambda it: True)
+    of_layers = [[it.nbytes for it in layer.parameters() if is_copied(it)] for layer in layers]
+    of_root = [size for it, size in root.items() if is_copied(it)]
     return ModelMemory(
         num_tokens=row.num_tokens,
         num_sharing=row.num_sharing,
         hidden_bytes=calls[0].hidden.nbytes,
         outer_bytes=outer_bytes,
         layers=[found[_kind(call)] for call in calls],
-        layer_bytes=max(sum(it.nbytes for it in layer.parameters()) for layer in layers),
-        layer_cast_bytes=max(it.nbytes for layer in layers for it in layer.parameters()),
-        root_bytes=sum(root.values()),
-        root_cast_bytes=max(root.values()),
+        layer_bytes=max(map(sum, of_layers)),
+        layer_cast_bytes=max((size for sizes in of_layers for size in sizes), default=0),
+        root_bytes=sum(of_root),
+        root_cast_bytes=max(of_root, default=0),
         trained_root_bytes=sum(size for it, size in root.items() if it.requires_grad),
         output_bytes=root[head] if head.requires_grad else 0,
         num_columns=len(head) // model.tensor_size,

@@ -34,7 +34,7 @@ def pass_needs(
     if reading is not None:
         found[PassKind.TRAINING] = _training_need(settings, num_workers, grads_bytes)
     if teacher is not None:
-        found[PassKind.TEACHER] = _reading_need(teacher, num_workers)
+        found[PassKind.TEACHER] = _reading_need(teacher, num_workers, is_teacher=True)
     return {kind: need for kind, need in found.items() if need is not None}
 
 
@@ -47,14 +47,14 @@ def most_tokens(kind: PassKind, settings: PolicySettings, teacher: PolicySetting
     return settings.most_logprob_tokens
 
 
-def _reading_need(settings: PolicySettings, num_workers: int) -> PassNeed | None:
+def _reading_need(settings: PolicySettings, num_workers: int, *, is_teacher: bool = False) -> PassNeed | None:
     if local_config(settings.model_name, settings.hf_config_overrides) is None:
         return None
     if not settings.dtensor_cfg.enabled:
         return megatron_activations.reading_need(settings)
     from nemo_offload_rl.memory import activations  # imports transformers, which takes seconds
 
-    return activations.reading_need(settings, num_workers)
+    return activations.reading_need(settings, num_workers, is_teacher=is_teacher)
 
 
 def _training_need(settings: PolicySettings, num_workers: int, grads_bytes: int) -> PassNeed | None:

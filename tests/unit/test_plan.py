@@ -338,8 +338,10 @@ def test_adapters_of_32_b_fit_an_h100_while_the_base_is_on_the_host_in_refits(tm
     # A refit reads each weight once.
     read_bytes = merges.copies[Stage.REFIT].in_bytes - serves.copies[Stage.REFIT].in_bytes
     assert read_bytes == 2 * merges.account.num_parameters
-    (in_refit,) = (use for use in merges.phases if use.phase is Phase.REFIT)
-    assert in_refit.state["frozen params"] == 2 * 151_936 * 5120  # one of the largest
+    phases, matrix_bytes = {use.phase: use for use in merges.phases}, 2 * 151_936 * 5120
+    assert phases[Phase.REFIT].state["frozen params"] == matrix_bytes  # one of the largest
+    # Passes copy neither the two matrices outside of the layers nor a layer.
+    assert 0 < phases[Phase.LP_INFERENCE].pass_bytes < matrix_bytes
 
 
 def test_a_micro_batch_that_does_not_fit_is_refused_with_the_keys_that_make_it_smaller(tmp_path):

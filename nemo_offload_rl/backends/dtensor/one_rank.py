@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 def use_one_rank(units: list[FSDPModule]) -> None:
     """Replace the work of FSDP units whose parameters are on one rank; FSDP's hooks and states stay.
 
-    Results are the same bits. Gradients are added to the float32 ones after each backward pass of a unit.
+    Results are the same bits. Gradients are added to the float32 ones after each backward pass of a unit. A frozen
+    parameter in the compute type is read where it is, without a copy.
     """
     for unit in units:
         group = unit._get_fsdp_state()._fsdp_param_group
@@ -68,17 +69,24 @@ class _OneRankGroup(FSDPParamGroup):
         if self.is_unsharded:
             return
         for it in self.fsdp_params:
-            if not it.all_gather_outputs:
+            if not hasattr(it, "_unsharded_param"):
                 self._init_output(it)
-        outputs = tuple(it.all_gather_outputs[0] for it in self.fsdp_params)
+        cast_params = [it for it in self.fsdp_params if it.all_gather_outputs]
+        outputs = tuple(it.all_gather_outputs[0] for it in cast_params)
         for output in outputs:
             alloc_storage(output)
-        with torch.autograd._unsafe_preserve_version_counter(outputs):  # pyright: ignore[reportPrivateImportUsage]
-            torch._foreach_copy_(outputs, [it._sharded_param_data for it in self.fsdp_params])  # pyright: ignore[reportPrivateImportUsage]
+        if outputs:
+            with torch.autograd._unsafe_preserve_version_counter(outputs):  # pyright: ignore[reportPrivateImportUsage]
+                torch._foreach_copy_(outputs, [it._sharded_param_data for it in cast_params])  # pyright: ignore[reportPrivateImportUsage]
         self._to_unsharded()
 
     def _init_output(self, parameter: FSDPParam) -> None:
         source = parameter._sharded_param_data
+        if parameter.param_dtype is None and not parameter.sharded_param.requires_grad:
+            parameter.all_gather_outputs = [source]
+            parameter.init_unsharded_param()
+            parameter.all_gather_outputs = []  # FSDP frees the memory of those
+            return
         parameter.init_all_gather_outputs(
             [source.numel()], [parameter.param_dtype or source.dtype], 1, self.device, force_recreate=False
         )

@@ -29,6 +29,7 @@ from nemo_offload_rl.backends.dtensor import built
 from nemo_offload_rl.backends.factory import check_model
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.protocols.backend import ProcessInfo
+from nemo_offload_rl.residency import local_tensor
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +202,13 @@ def test_a_base_in_the_files_type_takes_half_the_bytes_and_refits_read_it_from_t
     changes = {"lora": WITH_OUTPUT, "activation_checkpointing": True}
     assert_a_base_in_bfloat16_and_on_the_host_gives_the_same_bits(folder, **changes)
     run_ranks(2, tmp_path, two_ranks, str(tmp_path))
+    with make_worker(folder, precision="bfloat16") as worker:
+        held, read = {local_tensor(it).data_ptr() for _, it in worker._backend._lora.base}, set[int]()
+        for module in worker._backend._built.module.modules():
+            module.register_forward_pre_hook(lambda it, _: read.update(own.data_ptr() for own in it.parameters(False)))
+        worker.prepare_for_lp_inference()
+        worker.get_logprobs(make_batch())
+        assert held <= read  # without a copy
     # Rounding a base that the files have in float32 would change merged weights.
     with make_worker(untied, precision="bfloat16") as worker:
         assert {parameter.dtype for _, parameter in worker._backend._lora.base} == {torch.float32}
