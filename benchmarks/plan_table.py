@@ -116,12 +116,13 @@ AHEAD = {
     },
     **{
         f"reference_8b_{backend}_{gpus}_gpus_fit": _reference(
-            "8b", backend, gpus, *_FIT_8B, _NOT_RECOMPUTED[backend], *more
+            "8b", backend, gpus, *_FIT_8B, _NOT_RECOMPUTED[backend], f"{_ENGINE}={engine}", *more
         )
-        for backend in _BACKENDS
-        for gpus, more in (
-            (4, ("policy.logprob_batch_size=128",)),
-            (8, ("policy.logprob_batch_size=64", f"{_ENGINE}=2")),
+        for backend, gpus, engine, more in (
+            ("dtensor", 4, 2, ("policy.logprob_batch_size=128",)),
+            ("dtensor", 8, 4, ("policy.logprob_batch_size=64",)),
+            ("megatron", 4, 2, ("policy.logprob_batch_size=128",)),
+            ("megatron", 8, 4, ()),
         )
     },
     **{
