@@ -488,5 +488,6 @@ def _of_engine(cfg: RolloutMasterConfig) -> Iterator[Dimension]:
         yield Dimension(tuple(f"{_VLLM}.gpu_memory_utilization={share:g}" for share in _SHARES))
     sizes = [size for size in _ROWS if cfg.cluster.gpus_per_node % size == 0]
     yield Dimension(tuple(f"{_VLLM}.tensor_parallel_size={size}" for size in sizes))
-    for group in ("params", "optimizer"):
+    has_base = cfg.policy.dtensor_cfg.enabled and cfg.policy.dtensor_cfg.lora_cfg.enabled
+    for group in ("params", *(["base"] if has_base else []), "optimizer"):
         yield Dimension(tuple(f"++policy.residency_overrides.{group}={place}" for place in ("device", "host")))

@@ -329,12 +329,14 @@ def test_adapters_of_32_b_fit_an_h100_while_the_base_is_on_the_host_in_refits(tm
         overrides = [f"policy.model_name={tmp_path}", f"policy.residency_overrides.base={base}"]
         overrides += [f"policy.generation.enable_lora={str(is_served).lower()}"]
         target = Target(KNOWN["H100"], usable_host_bytes(host_gib))
-        plans[base, is_served], _ = plan_run(ROOT / "benchmarks" / "large_model_32b_lora.yaml", overrides, target)
+        plans[base, is_served], rules = plan_run(ROOT / "benchmarks" / "large_model_32b_lora.yaml", overrides, target)
     merges, serves = plans["host", False], plans["host", True]
     assert merges.account.groups["base"] == 2 * merges.account.num_parameters
     assert not merges.problems and not serves.problems
     (problem,) = plans["device", False].problems
     assert "frozen params" in problem
+    (change,) = search_of(plans["device", False], rules).cheapest(1)
+    assert change.overrides == ("++policy.residency_overrides.base=host",)
     # A refit reads each weight once.
     read_bytes = merges.copies[Stage.REFIT].in_bytes - serves.copies[Stage.REFIT].in_bytes
     assert read_bytes == 2 * merges.account.num_parameters
