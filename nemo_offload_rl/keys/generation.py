@@ -46,6 +46,14 @@ class VllmConfig:
         ),
     ] = ()
     tensor_parallel_size: Annotated[int, doc("Devices that one engine is sharded over.", ge=1)] = 1
+    expert_parallel_size: Annotated[
+        int,
+        doc(
+            "Devices of an engine that share out whole experts: `tensor_parallel_size`, or 1 to split every expert "
+            "over them. The memory is the same, and numbers differ by rounding only.",
+            ge=1,
+        ),
+    ] = 1
     gpu_memory_utilization: Annotated[
         float, doc("Fraction of the GPU's memory that the engine may use while awake.", gt=0, lt=1)
     ] = 0.6
@@ -122,6 +130,17 @@ class VllmConfig:
         return (
             f"{given[0]} is set, but precision is {self.precision} and no weights are in 8 bits; remove it, or set "
             "precision to fp8"
+        )
+
+    @property
+    def problem_of_experts(self) -> str | None:
+        """Describe what contradicts `expert_parallel_size`, as `problem_of_precision` does; None if nothing does."""
+        experts, devices = self.expert_parallel_size, self.tensor_parallel_size
+        if experts in (1, devices):
+            return None
+        return (
+            f"expert_parallel_size is {experts}, but tensor_parallel_size is {devices}, and an engine shares out its "
+            f"experts over its own devices; set it to {devices}, or both to {experts}"
         )
 
     @property

@@ -322,7 +322,7 @@ def _more_gpus(cfg: RunConfig) -> Iterator[str]:
     for count in (count for count in _ROWS[1:4] if count > cfg.cluster.gpus_per_node):
         gpus = f"cluster.gpus_per_node={count}"
         divided = ["", f" {_divided(cfg, tensor=count, sequence=True)}"] if _may_divide_layers(cfg) else [""]
-        engines = ["", f" {_VLLM}.tensor_parallel_size={count}"] if isinstance(cfg, RolloutMasterConfig) else [""]
+        engines = ["", f" {_engine_over(cfg, count)}"] if isinstance(cfg, RolloutMasterConfig) else [""]
         yield from (f"{gpus}{engine}{layers}" for engine in engines for layers in divided)
 
 
@@ -481,13 +481,21 @@ def _of_megatron() -> Iterator[Dimension]:
     )
 
 
+def _engine_over(cfg: RolloutMasterConfig, num_devices: int) -> str:
+    """Return overrides for engines of so many devices, which share out experts if they do so now."""
+    sizes = [f"{_VLLM}.tensor_parallel_size={num_devices}"]
+    if cfg.policy.generation.vllm_cfg.expert_parallel_size > 1:
+        sizes.append(f"{_VLLM}.expert_parallel_size={num_devices}")
+    return " ".join(sizes)
+
+
 def _of_engine(cfg: RolloutMasterConfig) -> Iterator[Dimension]:
     if not cfg.policy.generation.colocated.enabled:
         return
     if cfg.policy.generation.vllm_cfg.kv_cache_memory_gib is None:
         yield Dimension(tuple(f"{_VLLM}.gpu_memory_utilization={share:g}" for share in _SHARES))
     sizes = [size for size in _ROWS if cfg.cluster.gpus_per_node % size == 0]
-    yield Dimension(tuple(f"{_VLLM}.tensor_parallel_size={size}" for size in sizes))
+    yield Dimension(tuple(_engine_over(cfg, size) for size in sizes))
     has_base = cfg.policy.dtensor_cfg.enabled and cfg.policy.dtensor_cfg.lora_cfg.enabled
     for group in ("params", *(["base"] if has_base else []), "optimizer"):
         yield Dimension(tuple(f"++policy.residency_overrides.{group}={place}" for place in ("device", "host")))

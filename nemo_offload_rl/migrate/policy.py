@@ -59,12 +59,20 @@ def _cluster(draft: Draft) -> None:
     draft.keep(f"{where}.resources.num_nodes", engine_nodes)
 
 
-@converts(algorithms="grpo distillation", reads="policy.generation.vllm_cfg.tensor_parallel_size")
+@converts(
+    "policy.generation.vllm_cfg.expert_parallel_size",
+    algorithms="grpo distillation",
+    reads="policy.generation.vllm_cfg.tensor_parallel_size",
+)
 def _engine_size(draft: Draft) -> None:
-    key = "policy.generation.vllm_cfg.tensor_parallel_size"
-    size = draft.number(key)
+    key, of_experts = (f"policy.generation.vllm_cfg.{name}_parallel_size" for name in ("tensor", "expert"))
+    size, experts = draft.number(key), draft.number(of_experts, 1)
     if size is not None and size > (draft.number("cluster.gpus_per_node") or size):
         draft.missing(key, "an engine over several hosts")
+    if experts not in (1, size or 1):
+        draft.missing(of_experts, "engines that share experts (expert_parallel_size above tensor_parallel_size)")
+    else:
+        draft.keep(of_experts, experts)
 
 
 _OF_8_BITS = ("use_deep_gemm", *KEPT_LAYERS)

@@ -113,7 +113,8 @@ SAME: Mapping[str, Rule] = {
     **_same("generation", "backend model_name max_new_tokens temperature top_p stop_token_ids stop_strings"),
     **_same(
         "generation.vllm_cfg",
-        "async_engine precision kv_cache_dtype tensor_parallel_size gpu_memory_utilization max_model_len enforce_eager",
+        "async_engine precision kv_cache_dtype tensor_parallel_size expert_parallel_size gpu_memory_utilization "
+        "max_model_len enforce_eager",
     ),
     **_same("tokenizer", "name chat_template_kwargs chat_template_kwargs.*"),
     **_same("loss_fn", "kl_type mixed_kl_weight zero_outside_topk"),
@@ -277,6 +278,11 @@ IGNORED: Mapping[str, Rule] = {
         *_in("grpo", "stop_at_validation_threshold reward_penalties.*"),
     ),
     **_ignored("nothing in NeMo-RL reads it", "policy.activation_checkpointing_enabled"),
+    **_ignored(
+        "expert_parallel_size decides, in NeMo-RL too",
+        "policy.generation.vllm_cfg.enable_expert_parallel",
+        "generation.vllm_cfg.enable_expert_parallel",
+    ),
     **_ignored("there is one implementation here", "policy.dtensor_cfg._v2"),
     **_ignored(
         "reference logprobs are computed if and only if their KL has a weight, as in NeMo-RL",
@@ -350,15 +356,12 @@ FEATURES: Mapping[str, Rule] = {
     ),
     **_off("engines by {value}", "policy.generation.vllm_cfg.distributed_executor_backend", values=(None, "mp")),
     **_off("an engine of pipeline stages", "generation.vllm_cfg.pipeline_parallel_size", values=(1,)),
-    **_off("an expert-parallel engine", "generation.vllm_cfg.expert_parallel_size", values=(1,)),
     **_off("mxfp8 in the engine", "policy.generation.vllm_cfg.is_mx"),
     **_off(
         "scales of 8-bit weights or inputs that are powers of two",
         *_in("policy.generation.vllm_cfg", "pow2_weight_scaling_factors pow2_activation_scaling_factors"),
     ),
     **_off("an engine of pipeline stages", "policy.generation.vllm_cfg.pipeline_parallel_size", values=(1,)),
-    **_off("an expert-parallel engine", "policy.generation.vllm_cfg.expert_parallel_size", values=(1,)),
-    **_off("an expert-parallel engine", "policy.generation.vllm_cfg.enable_expert_parallel"),
     **_off(
         "the engine's logprobs before temperature (raw_logprobs)",
         "policy.generation.vllm_cfg.logprobs_mode",

@@ -78,13 +78,16 @@ def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
     return next((size for first in firsts if (size := _size(first, "size"))), 0)
 
 
-def odd_blocks(config: Mapping[str, Any], num_parts: int, block: int) -> tuple[str, int] | None:
+def odd_blocks(
+    config: Mapping[str, Any], num_parts: int, block: int, *, whole_experts: bool = False
+) -> tuple[str, int] | None:
     """Find a size of a model's linear layers that is not a multiple of a block on each of several devices.
 
     Args:
         config: The model's config.json.
         num_parts: Devices that queries, keys, values and inner sizes are split over (tensor parallelism).
         block: Rows and columns of a block.
+        whole_experts: Experts are not split over devices.
 
     Returns:
         The size's name, and what each device has of it; None if there is no such size, or sizes are unknown.
@@ -103,5 +106,7 @@ def odd_blocks(config: Mapping[str, Any], num_parts: int, block: int) -> tuple[s
         widths = {"queries": (shape.num_heads, shape.head_dim), "keys and values": (shape.num_kv_heads, shape.head_dim)}
     parts = {name: max(1, heads // num_parts) * size for name, (heads, size) in widths.items() if heads and size}
     inner = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
-    parts |= {name: size // num_parts for name in inner if (size := _size(config, name))}
+    of_experts = "moe_intermediate_size" if _size(config, "moe_intermediate_size") else "intermediate_size"
+    whole = of_experts if whole_experts and shape.num_experts else None
+    parts |= {name: size if name == whole else size // num_parts for name in inner if (size := _size(config, name))}
     return next(((name, size) for name, size in parts.items() if size % block), None)

@@ -62,6 +62,12 @@ ARRANGEMENTS = {
     ),
     "CP": (*DTENSOR, "policy.dtensor_cfg.context_parallel_size=2", WHOLE_PIECES),
     "EP": (*DTENSOR, "policy.dtensor_cfg.expert_parallel_size=2"),
+    "EP of policy and engine": (
+        *DTENSOR,
+        "policy.dtensor_cfg.expert_parallel_size=2",
+        *ENGINE_OVER_TWO,
+        "policy.generation.vllm_cfg.expert_parallel_size=2",
+    ),
     "Megatron DP": MEGATRON,
     "Megatron TP, sequences split, one engine over both": (
         *MEGATRON_TP,

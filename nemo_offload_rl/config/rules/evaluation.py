@@ -97,6 +97,12 @@ def only_evaluating_engines_in_8_bits_keep_layers(cfg: EvalMasterConfig) -> str 
     return None if problem is None else f"generation.vllm_cfg.{problem}"
 
 
+def evaluating_engines_share_out_experts_over_their_devices(cfg: EvalMasterConfig) -> str | None:
+    """`expert_parallel_size` is 1 or the engine's tensor-parallel size."""
+    problem = cfg.generation.vllm_cfg.problem_of_experts
+    return None if problem is None else f"generation.vllm_cfg.{problem}"
+
+
 def quantized_folders_are_not_quantized_again(cfg: EvalMasterConfig) -> str | None:
     """`generation.vllm_cfg.precision: fp8` needs a folder with weights of 16 or 32 bits."""
     generation = cfg.generation
@@ -121,6 +127,7 @@ EVAL_RULES: RuleSet[EvalMasterConfig] = RuleSet(
         evaluation_kwargs_are_allowed,
         evaluation_serves_no_endpoint,
         only_evaluating_engines_in_8_bits_keep_layers,
+        evaluating_engines_share_out_experts_over_their_devices,
         quantized_folders_are_not_quantized_again,
     ),
 )

@@ -8,12 +8,13 @@ from typing import Any
 
 from nemo_offload_rl.backends.hf.model_folder import local_model_config
 from nemo_offload_rl.backends.hf.served_adapters import the_engine_can_apply_adapters
+from nemo_offload_rl.errors import division_problem
 from nemo_offload_rl.generation.vllm.fp8_loading import BLOCK
 from nemo_offload_rl.keys.master import RolloutMasterConfig, Rule, RunConfig
 from nemo_offload_rl.models.families import dropout_rates
 from nemo_offload_rl.models.rope import changing_rope_type, has_rotary_base, unchanged_length
 from nemo_offload_rl.models.served import is_served_on_gpus_only, longest_served, unserved, untold_experts
-from nemo_offload_rl.models.shape import odd_blocks
+from nemo_offload_rl.models.shape import ModelShape, odd_blocks
 
 _VLLM = "policy.generation.vllm_cfg"
 _REPLAY = "policy.router_replay.enabled is true"
@@ -84,9 +85,12 @@ def eight_bit_layers_have_whole_blocks(cfg: RolloutMasterConfig) -> str | None:
     if not vllm.is_quantized or vllm.quantization_ignored_layer_kws or model is None:
         return None
     size = vllm.tensor_parallel_size
-    if (found := odd_blocks(model, size, BLOCK)) is None:
+    whole = vllm.expert_parallel_size > 1
+    if (found := odd_blocks(model, size, BLOCK, whole_experts=whole)) is None:
         return None
     smaller = f"lower {_VLLM}.tensor_parallel_size from {size}, or " if odd_blocks(model, 1, BLOCK) is None else ""
+    if not whole and odd_blocks(model, size, BLOCK, whole_experts=True) is None:
+        smaller = f"set {_VLLM}.expert_parallel_size to {size}, so that experts stay whole, or "
     return (
         f"{_VLLM}.precision is fp8, whose blocks have {BLOCK} rows and columns, but {found[0]} of "
         f"{cfg.policy.model_name} has {found[1]} on each device; {smaller}set precision to bfloat16, or "
@@ -107,6 +111,20 @@ def replayed_experts_are_told(cfg: RolloutMasterConfig) -> str | None:
     if model is None or (reason := untold_experts(model)) is None:
         return None
     return f"{_REPLAY}, but config.json of {cfg.policy.model_name} has {reason}; set it to false"
+
+
+def engines_share_out_experts_over_their_devices(cfg: RolloutMasterConfig) -> str | None:
+    """`vllm_cfg.expert_parallel_size` is 1 or the engine's tensor-parallel size, and divides the model's experts."""
+    vllm, model = cfg.policy.generation.vllm_cfg, local_model_config(cfg)
+    if (problem := vllm.problem_of_experts) is not None:
+        return f"{_VLLM}.{problem}"
+    size, key = vllm.expert_parallel_size, f"{_VLLM}.expert_parallel_size"
+    if size == 1 or model is None:
+        return None
+    if not (num_experts := ModelShape.of(model).num_experts):
+        return f"{key} is {size}, but {cfg.policy.model_name} has no experts; set it to 1"
+    what = f"experts of {cfg.policy.model_name}, and each device takes the same number"
+    return division_problem({key: size}, num_experts, what, "set it to 1, or change it with tensor_parallel_size")
 
 
 def rows_fit_the_model_s_positions(cfg: RolloutMasterConfig) -> str | None:
@@ -148,6 +166,7 @@ ROLLOUT_RULES: tuple[Rule[RolloutMasterConfig], ...] = (
     the_engine_serves_the_model,
     eight_bit_layers_have_whole_blocks,
     replayed_experts_are_told,
+    engines_share_out_experts_over_their_devices,
     rows_fit_the_model_s_positions,
     the_engine_can_apply_adapters,
 )

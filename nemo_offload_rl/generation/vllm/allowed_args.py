@@ -30,8 +30,7 @@ _REFUSED: Mapping[str, str] = {
         ray_workers_use_nsight ubatch_size
     """,
     "experts would lie elsewhere than refits are tested with": """
-        all2all_backend enable_elastic_ep enable_ep_weight_filter enable_eplb enable_expert_parallel eplb_config
-        expert_placement_strategy
+        all2all_backend enable_elastic_ep enable_ep_weight_filter enable_eplb eplb_config expert_placement_strategy
     """,
     "vLLM computes such weights and scales once after loading, and a refit brings plain ones": """
         allow_deprecated_quantization calculate_kv_scales linear_backend quantization quantization_config
@@ -104,6 +103,7 @@ OWN_KEYS: Mapping[str, str] = {
     "kv_cache_memory_bytes": f"{_KEYS}.kv_cache_memory_gib",
     "kv_cache_dtype": f"{_KEYS}.kv_cache_dtype",
     "tensor_parallel_size": f"{_KEYS}.tensor_parallel_size",
+    "enable_expert_parallel": f"{_KEYS}.expert_parallel_size",
     "gpu_memory_utilization": f"{_KEYS}.gpu_memory_utilization",
     "enable_sleep_mode": f"{_KEYS}.enable_sleep_mode",
     "max_model_len": f"{_KEYS}.max_model_len",

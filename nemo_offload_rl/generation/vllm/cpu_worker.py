@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
@@ -35,6 +36,7 @@ from nemo_offload_rl.generation.vllm.fp8_loading import BLOCK
 
 _attention, _rotate = _custom_ops.cpu_attention_with_kv_cache, RotaryEmbedding.forward_cpu
 _choose, _compute_experts = cpu_fused_moe.select_experts, cpu_fused_moe.CPUFusedMOE.forward_torch
+_prepare = cpu_fused_moe.CPUFusedMOE.init_moe_torch
 
 
 class RefitCpuWorker(CPUWorker):
@@ -69,6 +71,7 @@ class RefitCpuWorker(CPUWorker):
         _custom_ops._supports_onednn = False
         _custom_ops.cpu_attention_with_kv_cache = _attention_with_rounded_sinks
         cpu_fused_moe.CPUFusedMOE.check_grouped_gemm = _no_grouped_gemm
+        cpu_fused_moe.CPUFusedMOE.init_moe_torch = _prepare_experts
         cpu_fused_moe.select_experts = _experts_of_one_group
         RotaryEmbedding.forward_cpu = _rotated
         gdn_attention.cpu_gdn_attention_core = _delta_net
@@ -100,6 +103,20 @@ def _told_experts(self: Any, layer: Any, x: Tensor, topk_weights: Tensor, topk_i
     if (tell := getattr(layer, "told", None)) is not None:
         tell(topk_ids)
     return _compute_experts(self, layer, x, topk_weights, topk_ids, *rest)
+
+
+def _prepare_experts(self: Any, layer: Any) -> None:
+    """Prepare this worker's experts; others give 0. vLLM 0.25.1 on a CPU takes numbers of all experts for its own."""
+    _prepare(self, layer)
+    if layer.expert_map is None:
+        return
+    for name, rows in (("gate_up_linear", layer.w13_weight.shape[1]), ("down_linear", layer.w2_weight.shape[1])):
+        own, of_others = getattr(layer, name), partial(_zeros, rows)
+        setattr(layer, name, [own[place] if place >= 0 else of_others for place in layer.expert_map.tolist()])
+
+
+def _zeros(width: int, x: Tensor) -> Tensor:
+    return x.new_zeros(len(x), width)
 
 
 def _no_allocator(device: torch.device) -> None:
@@ -208,8 +225,9 @@ def _plain_experts(
     if moe.routing_method in (RoutingMethodType.Renormalize, RoutingMethodType.RenormalizeNaive):
         weights = weights / weights.sum(-1, keepdim=True)
     result = torch.zeros_like(hidden_states)
+    first = moe.moe_parallel_config.ep_rank * len(w1)  # of this worker's whole experts
     for expert in range(len(w1)):
-        tokens, places = (chosen == expert).nonzero(as_tuple=True)
+        tokens, places = (chosen == first + expert).nonzero(as_tuple=True)
         gate, up = nn.functional.linear(
             hidden_states[tokens], _plain(w1[expert], self.w1_scale[expert], hidden_states.dtype)
         ).chunk(2, -1)

@@ -106,6 +106,8 @@ def engine_args(settings: VllmSettings, device_type: str) -> dict[str, Any]:
         # Use child processes. Inside a placement group vLLM would start Ray actors, for which the policy workers of
         # these GPUs leave no slot.
         arguments["distributed_executor_backend"] = "mp"
+    if settings.expert_parallel_size > 1:
+        arguments["enable_expert_parallel"] = True
     if settings.kept_kv_bytes is not None:
         from nemo_offload_rl.generation.vllm.keeping_scheduler import KeptKvSettings
 

@@ -41,6 +41,10 @@ BROKEN: dict[str, tuple[list[str], str]] = {
         ["+generation.vllm_cfg.num_first_layers_in_bf16=1"],
         "num_first_layers_in_bf16 is set, but precision is bfloat16",
     ),
+    "evaluating_engines_share_out_experts_over_their_devices": (
+        ["generation.vllm_cfg.expert_parallel_size=4"],
+        "set it to 1, or both to 4",
+    ),
     "quantized_folders_are_not_quantized_again": (
         ["generation.model_name=FOLDER", "generation.vllm_cfg.precision=fp8"],
         "are quantized already (quantization_config in its config.json)",

@@ -28,6 +28,7 @@ from nemo_offload_rl.backends.hf.served_adapters import served_adapters, the_eng
 from nemo_offload_rl.config.rules.model import (
     RULES,
     eight_bit_layers_have_whole_blocks,
+    engines_share_out_experts_over_their_devices,
     replayed_experts_are_told,
     rotary_embeddings_keep_their_base,
     rotary_frequencies_of_engine_and_policy_agree,
@@ -341,7 +342,7 @@ BLOCKS: list[tuple[int, dict[str, Any], str | None]] = [
     ),
     (
         2,
-        {"hidden_size": 256, "head_dim": 128, "num_attention_heads": 4, "moe_intermediate_size": 128},
+        {"hidden_size": 256, "head_dim": 128, "num_attention_heads": 4, "moe_intermediate_size": 128, "num_experts": 4},
         "moe_inter.* 64",
     ),
     (1, {"hidden_size": 256, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "v_head_dim": 64, "q_lora_rank": 40}, "40"),
@@ -359,7 +360,9 @@ def test_layers_in_8_bits_have_whole_blocks(
     cfg = validate_keys(load_config(CPU, [*overrides, f"{engine}.precision=fp8"]), GrpoMasterConfig)
     message = eight_bit_layers_have_whole_blocks(cfg)
     assert (message is None) if words is None else re.search(words, message or "") and "\n" not in (message or "")
-    for allowed in ([], [f"{engine}.precision=fp8", f"+{engine}.quantization_ignored_layer_kws=[mlp]"]):
+    whole = [[f"{engine}.precision=fp8", f"{engine}.expert_parallel_size={size}"]] if "moe" in str(words) else []
+    assert not whole or f"set {engine}.expert_parallel_size to {size}, so that experts stay whole" in str(message)
+    for allowed in ([], [f"{engine}.precision=fp8", f"+{engine}.quantization_ignored_layer_kws=[mlp]"], *whole):
         cfg = validate_keys(load_config(CPU, [*overrides, *allowed]), GrpoMasterConfig)
         assert eight_bit_layers_have_whole_blocks(cfg) is None
 
@@ -382,6 +385,22 @@ def test_experts_are_replayed_where_the_engine_tells_them(
     cfg = validate_keys(load_config(CPU, keys), GrpoMasterConfig)
     message = replayed_experts_are_told(cfg)
     assert (message is None) if words is None else re.search(words, message or "") and "\n" not in (message or "")
+
+
+def test_an_engine_shares_out_the_experts_that_a_model_has_over_its_own_devices(tmp_path: Path) -> None:
+    engine, sizes = "policy.generation.vllm_cfg", (("tensor", 2), ("expert", 2))
+
+    def problem(model: dict[str, Any], *sizes: tuple[str, int]) -> str | None:
+        (tmp_path / "config.json").write_text(json.dumps(model))
+        overrides = [f"{engine}.{name}_parallel_size={size}" for name, size in sizes]
+        cfg = validate_keys(load_config(CPU, [f"policy.model_name={tmp_path}", *overrides]), GrpoMasterConfig)
+        return engines_share_out_experts_over_their_devices(cfg)
+
+    moe = {**LLAMA, "num_experts": 4}
+    assert problem(moe) is problem(moe, *sizes) is problem(LLAMA, ("tensor", 2)) is None
+    assert "set it to 2, or both to 4" in str(problem(moe, ("tensor", 2), ("expert", 4)))
+    assert "has no experts; set it to 1" in str(problem(LLAMA, *sizes))
+    assert "does not divide the 5 experts" in str(problem({**LLAMA, "num_experts": 5}, *sizes))
 
 
 def test_overrides_count_as_the_models_own(tmp_path: Path) -> None:
