@@ -17,7 +17,7 @@ from typing import Any
 from nemo_offload_rl.errors import ConfigError, DeviceMemoryError, WorkerDiedError, first_line
 from nemo_offload_rl.generation.vllm.adapter_loading import adapter_request
 from nemo_offload_rl.generation.vllm.requests import check_prompts
-from nemo_offload_rl.generation.vllm.worker_extension import bucket_to_wire
+from nemo_offload_rl.generation.vllm.wire import bucket_to_wire
 from nemo_offload_rl.keys.engine import VllmSettings
 from nemo_offload_rl.keys.generation import SamplingSettings
 from nemo_offload_rl.protocols.engine import Completion, Finished

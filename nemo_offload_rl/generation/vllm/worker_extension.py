@@ -1,13 +1,12 @@
 """Methods that every vLLM worker gets (`worker_extension_cls`), called by name through `collective_rpc`.
 
 They return a message instead of raising, because an exception in a worker process reaches the caller without its type
-and ends the executor. Buckets come as plain lists, which vLLM can encode.
+and ends the executor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -18,41 +17,14 @@ from nemo_offload_rl.generation.vllm.engine_args import register_models
 from nemo_offload_rl.generation.vllm.kept_kv import KeptKv
 from nemo_offload_rl.generation.vllm.logprob_recorder import LogprobRecorder, SampledTokens, record_samples, why_not
 from nemo_offload_rl.generation.vllm.weight_loading import RefitSession, SeenLoads
-from nemo_offload_rl.protocols.refit import RefitError, RefitGroupAddress, TensorSlice, WeightBucket
+from nemo_offload_rl.generation.vllm.wire import bucket_from_wire
+from nemo_offload_rl.protocols.refit import RefitError, RefitGroupAddress
 from nemo_offload_rl.residency import ResidencyError
 from nemo_offload_rl.utils.liveness import dump_stacks_on_signal
 from nemo_offload_rl.utils.traces import ProcessTrace, named_range
-from nemo_offload_rl.weight_sync.cuda_ipc import CudaIpcHandle, CudaIpcSender, SharedBuffer
-from nemo_offload_rl.weight_sync.nccl import NcclGroup, NcclHandle, NcclSender
-from nemo_offload_rl.weight_sync.shared_memory import SharedMemoryHandle
+from nemo_offload_rl.weight_sync.nccl import NcclGroup
 
 register_models()  # in every worker, before it loads a model
-
-
-def bucket_to_wire(bucket: WeightBucket) -> list[Any]:
-    """Encode a bucket as lists, strings, bytes and integers."""
-    handle = bucket.handle
-    if isinstance(handle, CudaIpcHandle):
-        place: list[Any] = [[uuid, *astuple(buffer)] for uuid, buffer in handle.buffers.items()]
-    elif isinstance(handle, (SharedMemoryHandle, NcclHandle)):
-        place = list(astuple(handle))
-    else:
-        raise NotImplementedError(f"vLLM workers cannot read buckets of {bucket.transport}")
-    slices = [[s.name, list(s.shape), str(s.dtype).removeprefix("torch."), s.offset_bytes] for s in bucket.slices]
-    return [bucket.index, bucket.transport, place, bucket.num_bytes, slices, int(bucket.is_last)]
-
-
-def bucket_from_wire(wire: list[Any]) -> WeightBucket:
-    """Decode a bucket that `bucket_to_wire` encoded."""
-    index, transport, place, num_bytes, slices, is_last = wire
-    pieces = tuple(
-        TensorSlice(name, tuple(shape), getattr(torch, dtype), offset) for name, shape, dtype, offset in slices
-    )
-    if transport == CudaIpcSender.transport:
-        handle: object = CudaIpcHandle({uuid: SharedBuffer(*fields) for uuid, *fields in place})
-    else:
-        handle = (NcclHandle if transport == NcclSender.transport else SharedMemoryHandle)(*place)
-    return WeightBucket(index, transport, handle, num_bytes, pieces, bool(is_last))
 
 
 class WorkerExtension:

@@ -14,7 +14,7 @@ import torch
 from refit_process import buckets_of, specs_of, weights
 from torch import Tensor
 
-from nemo_offload_rl.generation.vllm.worker_extension import bucket_from_wire, bucket_to_wire
+from nemo_offload_rl.generation.vllm.wire import bucket_from_wire, bucket_to_wire
 from nemo_offload_rl.protocols.refit import RefitError, TensorSlice, WeightBucket
 from nemo_offload_rl.weight_sync.cuda_ipc import (
     CudaIpcHandle,
