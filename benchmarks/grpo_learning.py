@@ -6,10 +6,11 @@
 A small Qwen3 model (3.2 million parameters; with `--cpu` the demo's) is warmed up once by imitation, as in `make demo`.
 Each variant then trains it in a run of its own with the same seed. `_resident` keeps parameters and optimizer states on
 the device at all times; `_16_bit` has Adam's moments in bfloat16; `_finished` trains on the groups that finish first,
-while the others go on after the update, up to an age of 1 step (`_finished_2`: 2). With `--at-once` all run at the same
-time, and their seconds say less. Printed for each variant: held-out accuracy, how far engine and policy are apart, how
-much memory grew from the 20 steps after the tenth to the last 20 (medians), the slowest step over the median, how far
-rewards and losses are from those of the first variant over the first 20 steps, and how many steps of a `_resident`
+while the others go on after the update, up to an age of 1 step (`_finished_2`: 2). With `--experts` the model is a
+mixture, and `_replay` trains each token with the experts that the engine chose for it. With `--at-once` all run at the
+same time, and their seconds say less. Printed for each variant: held-out accuracy, how far engine and policy are apart,
+how much memory grew from the 20 steps after the tenth to the last 20 (medians), the slowest step over the median, how
+far rewards and losses are from those of the first variant over the first 20 steps, and how many steps of a `_resident`
 variant are not bit for bit those of its twin.
 Docs: docs/measurements/learning.md and docs/measurements/cpu.md; `plots.py` draws the curves.
 """
@@ -21,12 +22,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
 from common import ROOT, json_lines, measured_with, write_result
+from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 GPU_SIZES = {
     "hidden_size": 256,
@@ -51,13 +54,21 @@ FINISHED = [
     "policy.generation.vllm_cfg.async_engine=true",
     "loss_fn.use_importance_sampling_correction=true",
 ]
+REPLAY = ["policy.router_replay.enabled=true"]
+EXPERTS = {
+    "moe_intermediate_size": 192,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+}
 VARIANTS = {
     "dtensor": [],
     "dtensor_resident": RESIDENT,
     "dtensor_finished": FINISHED,
     "dtensor_finished_2": [*FINISHED, "grpo.async_grpo.max_trajectory_age_steps=2"],
     "dtensor_16_bit": ["policy.optimizer.name=nemo_offload_rl.optim.AdamW"],
+    "dtensor_replay": REPLAY,
     "megatron": MEGATRON,
+    "megatron_replay": [*MEGATRON, *REPLAY],
     "megatron_resident": [*MEGATRON, *RESIDENT],
     "megatron_16_bit": [
         *MEGATRON,
@@ -77,12 +88,24 @@ def launch(script: str, config: Path, overrides: Sequence[str]) -> None:
     subprocess.run(command, cwd=ROOT, check=True)
 
 
-def warm_up(folder: Path, seed: int, *, cpu: bool) -> Path:
+def write_mixture(folder: Path, seed: int, sizes: Mapping[str, int]) -> None:
+    """Replace a dense model in a folder by a mixture of experts with its sizes, vocabulary and tokens."""
+    dense = AutoConfig.from_pretrained(folder).to_dict()
+    kept = {key: dense[key] for key in ("vocab_size", "pad_token_id", "eos_token_id", "rope_parameters")}
+    config = Qwen3MoeConfig(**{**sizes, **EXPERTS, **kept}, norm_topk_prob=True, tie_word_embeddings=True)
+    torch.manual_seed(seed)
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+
+
+def warm_up(folder: Path, seed: int, *, cpu: bool, has_experts: bool) -> Path:
     """The folder of a model that has imitated the demo's demonstrations."""
     from demonstrations import write_files  # pyright: ignore[reportMissingImports]
     from make_model import SIZES, write_model_folder  # pyright: ignore[reportMissingImports]
 
-    write_model_folder(folder / "random", seed, SIZES if cpu else GPU_SIZES)
+    sizes = SIZES if cpu else GPU_SIZES
+    write_model_folder(folder / "random", seed, sizes)
+    if has_experts:
+        write_mixture(folder / "random", seed, sizes)
     write_files(folder / "data", seed)
     overrides = [
         f"sft.seed={seed}",
@@ -136,11 +159,14 @@ def judge(
         name: [abs(step[f"train/{name}"] - other[f"train/{name}"]) for step, other in compared]
         for name in ("reward_mean", "loss")
     }
+    generation = [step["timing/generation_s"] for step in steps[1:] or steps if "timing/generation_s" in step]
     return {
         "accuracy before": accuracies[0],
         "accuracy after": accuracies[-1],
         "token_mult_prob_error, mean": statistics.mean(step["train/token_mult_prob_error"] for step in steps),
         "median step, s": statistics.median(seconds),
+        **({"routing, MiB": steps[-1]["train/routed_experts_mib"]} if "train/routed_experts_mib" in steps[-1] else {}),
+        **({"median generation, s": statistics.median(generation)} if generation else {}),
         "slowest step / median": max(seconds) / statistics.median(seconds),
         **{f"{name.removesuffix('_gib')} grew, GiB": size for name, size in growth.items()},
         "reward apart, mean": statistics.mean(apart["reward_mean"]),
@@ -170,19 +196,23 @@ def curves_of(records: list[dict[str, Any]]) -> dict[str, list[Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, help="all that the model allows without it")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--resident-steps", type=int, help="steps of `_resident` variants, if not the same")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--at-once", action="store_true", help="all variants at the same time, on the same GPU")
     parser.add_argument("--cpu", action="store_true", help="the demo's model and precision; no Megatron")
+    parser.add_argument("--experts", action="store_true", help="a mixture of experts; only their variants")
     parser.add_argument("--model", type=Path, help="a model that is warmed up already")
     parser.add_argument("--dir", type=Path, help="folder of models and runs; a temporary one without it")
     parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("--overrides", nargs="*", default=[], metavar="KEY=VALUE", help="of every variant")
     options = parser.parse_args()
     folder = options.dir or Path(tempfile.mkdtemp(prefix="grpo_learning_"))
-    model = options.model or warm_up(folder, options.seed, cpu=options.cpu)
+    of_experts = [name for name in VARIANTS if name.removesuffix("_replay") in ("dtensor", "megatron")]
+    others = [name for name in VARIANTS if not name.endswith("_replay")]
+    options.variants = options.variants or (of_experts if options.experts else others)
+    model = options.model or warm_up(folder, options.seed, cpu=options.cpu, has_experts=options.experts)
 
     known = measured_with()
     runs: dict[str, list[dict[str, Any]]] = {}

@@ -195,6 +195,8 @@ def step_line(step: Mapping[str, float]) -> str:
     moved = f"out {step['residency/bytes_out'] / GIB:.1f} GiB, in {step['residency/bytes_in'] / GIB:.1f} GiB"
     utilisation = f", MFU of training {100 * step['train/training_mfu']:.1f} %" if "train/training_mfu" in step else ""
     apart = f", token_mult_prob_error {step['train/token_mult_prob_error']:.4f}"
+    if (mib := step.get("train/routed_experts_mib")) is not None:
+        apart += f", routing {mib:.1f} MiB"
     return f"step {step['step']:.0f}, s: {', '.join(seconds)}; {exposed}; {moved}{utilisation}{apart}"
 
 

@@ -99,9 +99,9 @@ VARIETY = (
 SAME = ("train/loss", "train/grad_norm", "train/reward_mean", "train/kl", "train/token_mult_prob_error")
 
 
-def write_experts(folder):
+def write_experts(folder, num_active=4):
     """A mixture of experts, all of them active: a choice of few would flip with rounding, and change logprobs a lot."""
-    config = family_config("qwen3_moe", moe_intermediate_size=64, num_experts=4, num_experts_per_tok=4)
+    config = family_config("qwen3_moe", moe_intermediate_size=64, num_experts=4, num_experts_per_tok=num_active)
     drawn_model(config, seed=0).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
 
@@ -240,16 +240,22 @@ def test_megatron_gives_the_numbers_of_dtensor_by_ways_that_are_as_short(undistu
     check_ways(ways_file)
 
 
-def test_megatron_gives_the_numbers_of_dtensor_with_experts_whose_states_stream(metrics_of, tmp_path):
-    write_experts(tmp_path / "experts")
-    model = f"policy.model_name={tmp_path / 'experts'}"
-    expected = metrics_of(model, "grpo.max_num_steps=2", script=ONE_PROCESS)
+def test_megatron_gives_the_numbers_of_dtensor_with_experts_of_the_engines_choice_and_streamed_states(
+    metrics_of, tmp_path
+):
+    write_experts(tmp_path / "experts", num_active=2)
+    model = (f"policy.model_name={tmp_path / 'experts'}", "policy.router_replay.enabled=true")
+    expected = metrics_of(*model, "grpo.max_num_steps=2", script=ONE_PROCESS)
+    for metrics in expected.values():
+        assert metrics["train/token_mult_prob_error"] < 1.0005
+        num_sequences = 4 * 8
+        assert metrics["train/routed_token_rate"] == pytest.approx(1 - num_sequences / metrics["train/num_tokens"])
     streamed = [
         "policy.megatron_cfg.freeze_moe_router=false",
         "policy.megatron_cfg.optimizer.offload_optimizer_states=true",
         "policy.megatron_cfg.optimizer.offload_optimizer_states_chunk_mib=1",
     ]
-    check_megatron(metrics_of, expected, model, *streamed)
+    check_megatron(metrics_of, expected, *model, *streamed)
 
 
 @pytest.fixture

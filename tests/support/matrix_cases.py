@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from closeness import NUM_TERMS, assert_close
 from engine_process import EngineProcess
@@ -38,14 +39,14 @@ from transformers import AutoModelForCausalLM
 from nemo_offload_rl.backends.dtensor.supported import context_problem, declared_plan, experts_problem, split_problem
 from nemo_offload_rl.backends.hf.weight_files import HubNames
 from nemo_offload_rl.backends.megatron.supported import tensor_parallel_problem
-from nemo_offload_rl.data.batch import TokenBatch
+from nemo_offload_rl.data.batch import SampledSequence, TokenBatch, collate_samples
 from nemo_offload_rl.distributed.local import LocalWorkerGroup
 from nemo_offload_rl.keys.generation import SamplingSettings
-from nemo_offload_rl.keys.policy import BatchingConfig
+from nemo_offload_rl.keys.policy import BatchingConfig, RouterReplayConfig
 from nemo_offload_rl.models.families import DTENSOR, MEGATRON
 from nemo_offload_rl.models.families import FAMILIES as RECORDS
 from nemo_offload_rl.models.page import CP, SP, TP
-from nemo_offload_rl.models.served import is_served_on_gpus_only
+from nemo_offload_rl.models.served import is_served_on_gpus_only, untold_experts
 from nemo_offload_rl.models.shape import ModelShape
 from nemo_offload_rl.policy.policy import Policy
 from nemo_offload_rl.policy.worker import PolicyWorker
@@ -90,6 +91,11 @@ class Row:
         return RECORDS[FAMILIES[self.name][0]].is_served and not is_served_on_gpus_only(
             family_config(self.name).to_dict()
         )
+
+    @property
+    def tells_experts(self) -> bool:
+        """Whether the engine tells the experts of each token, which the policy then uses."""
+        return untold_experts(family_config(self.name).to_dict()) is None
 
     @property
     def packs(self) -> bool:
@@ -277,14 +283,17 @@ def policy_of(worker: PolicyWorker) -> Policy:
 
 
 def is_refitted(row: Row, engine: EngineProcess) -> None:
-    """One step and a refit; the engine answers with the new weights and the worker's logprobs."""
-    with row.worker() as worker:
+    """One step and a refit; the engine answers with the new weights and the worker's logprobs, by the same experts."""
+    replay = RouterReplayConfig(enabled=row.tells_experts)
+    with row.worker(router_replay=replay) as worker:
         steps(worker, BATCHES[:1])
         model = with_tensors(hf_model(row.folder), checkpoint_names(row, weights_of(worker)))
         refit(policy_of(worker), engine)
         answers = answers_like(engine, model)
         worker.prepare_for_lp_inference()
-        logprobs = worker.get_logprobs(as_batch(answers))
+        batch = as_batch(answers)
+        assert row.tells_experts == (batch.routed_experts is not None)
+        logprobs = worker.get_logprobs(batch)
         for found, prompt, answer in zip(logprobs, PROMPTS, answers, strict=True):
             assert_close(torch.tensor(answer.logprobs), found[len(prompt) : len(prompt) + len(answer.token_ids)])
 
@@ -312,11 +321,25 @@ def answers_like(engine: EngineProcess, model: Any) -> list[Completion]:
 
 
 def as_batch(answers: Sequence[Completion]) -> TokenBatch:
-    """Prompts and answers in rows, padded."""
+    """Prompts and answers in rows, padded; with the experts of all tokens but the last, if an engine tells them."""
     rows = [prompt + answer.token_ids for prompt, answer in zip(PROMPTS, answers, strict=True)]
-    width = max(map(len, rows))
-    ids = torch.tensor([row + [256] * (width - len(row)) for row in rows])
-    return TokenBatch(input_ids=ids, input_lengths=torch.tensor([len(row) for row in rows]))
+    sequences = [
+        SampledSequence(
+            token_ids=row,
+            token_mask=[0] * len(row),
+            generation_logprobs=[0.0] * len(row),
+            sample_mask=1.0,
+            routed_experts=answer.routed_experts,
+        )
+        for row, answer in zip(rows, answers, strict=True)
+    ]
+    for row, answer in zip(rows, answers, strict=True):
+        if (told := answer.routed_experts) is not None:
+            assert len(told) == len(row) - 1
+            is_told = (np.diff(np.sort(told.astype(np.int64))) > 0).all(-1)  # of each token and layer
+            assert (is_told.all(0) | ~is_told.any(0)).all()
+            assert is_told.any()
+    return collate_samples(sequences, pad_id=256).as_kind(TokenBatch)
 
 
 def split_over_two_ranks(process: ProcessInfo, row: Row) -> list[str]:

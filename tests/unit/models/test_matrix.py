@@ -61,7 +61,8 @@ def check(row: Row, root: Path, engine: EngineProcess | None) -> list[str]:
     trains_like_plain_torch(row, root, model, scores_BS)
     facts += [PACKING] if row.packs else []
     if engine is not None:
-        engine.start(engine_settings(root / "hf", vllm_kwargs={"load_format": "auto"}))
+        files = {"load_format": "auto"}
+        engine.start(engine_settings(root / "hf", vllm_kwargs=files, returns_routed_experts=row.tells_experts))
         answers_like(engine, hf_model(root / "hf"))
         is_refitted(row, engine)
     if row.has_adapters:
