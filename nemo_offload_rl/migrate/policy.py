@@ -395,7 +395,7 @@ _TYPES = (
     (r"SmolLM3", "smollm3"),
     (r"gemma-3-1b", "gemma3_text"),
     (r"gemma-3-\d+b", "gemma3"),
-    (r"gemma-4-(26|31)b", "gemma4"),  # smaller ones are not trained
+    (r"gemma-4-", "gemma4"),
     (r"gpt-oss", "gpt_oss"),
     (r"Moonlight|DeepSeek-V3|deepseek\.md", "deepseek_v3"),
     (r"Nemotron-(3|Nano|Super)", "nemotron_h"),

@@ -146,8 +146,6 @@ _HUNYUAN_MOE = (
     Refusal("use_qk_norm", (None, True), "but the model library has norms of queries and keys"),
 )
 _GEMMA_4 = (
-    Refusal("hidden_size_per_layer_input", (0,), "but that backend has no embeddings of their own for layers"),
-    Refusal("num_kv_shared_layers", (None, 0), "but layers of that backend share no keys and values"),
     Refusal("use_bidirectional_attention", (None, False, "vision"), "but tokens of that backend see no later ones"),
 )
 _ONE_DENSE_LAYER = Refusal("first_k_dense_replace", (None, 1), "but the model library takes 1")
@@ -608,6 +606,20 @@ def state_mixer(config: ModelConfig) -> str | None:
     """Return the end of the class names of modules that carry a state along a row; None if the family has none."""
     family = family_of(config)
     return None if family is None else family.state_mixer
+
+
+def has_shared_keys(config: ModelConfig) -> bool:
+    """Whether layers attend to keys and values of earlier ones (Gemma 4 E2B and E4B)."""
+    return bool(config.get("num_kv_shared_layers"))
+
+
+def unread_tensors(config: ModelConfig) -> str | None:
+    """Return a regular expression of names in published files that no layer reads, but vLLM asks for; None for none."""
+    if not has_shared_keys(config):
+        return None
+    num_layers, num_sharing = config["num_hidden_layers"], config["num_kv_shared_layers"]
+    layers = "|".join(str(layer) for layer in range(num_layers - num_sharing, num_layers))
+    return rf"layers\.({layers})\.self_attn\.[kv]_(proj|norm)\."
 
 
 def logits_divisor(config: ModelConfig) -> float:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_models import VOCAB_SIZE, make_tokenizer
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
@@ -22,7 +23,7 @@ from nemo_offload_rl.backends.dtensor.loading import make_buffers_of_biases
 from nemo_offload_rl.backends.dtensor.state_mixers import norms_in_torch, without_kernels
 from nemo_offload_rl.backends.dtensor.supported import unsupported as dtensor_refuses
 from nemo_offload_rl.backends.megatron.supported import unsupported as megatron_refuses
-from nemo_offload_rl.models.families import DTENSOR, MEGATRON
+from nemo_offload_rl.models.families import DTENSOR, MEGATRON, unread_tensors
 
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -229,6 +230,18 @@ _GEMMA_4 = {
     "sliding_window": 8,
     "layer_types": ["sliding_attention", "full_attention"],
 }
+# As E2B: embeddings of each layer, and layers with the keys and values of earlier ones, whose MLPs are wider.
+_GEMMA_4_SMALL = {
+    **_GEMMA_4,
+    "attention_k_eq_v": False,
+    "num_global_key_value_heads": None,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "use_double_wide_mlp": True,
+}
 _QWEN_WINDOW = {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 8}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "afmoe": ("afmoe", {**_MOE, **published("trinity-mini", 3), "num_hidden_layers": 3}),
@@ -264,6 +277,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma3-tied": ("gemma3_text", {**published("gemma3-4b-text"), **_GEMMA}),
     "gemma4-tied": ("gemma4_text", _GEMMA_4),
+    "gemma4-shared-tied": ("gemma4_text", {**published("gemma-4-e2b-text", 4), **_GEMMA_4_SMALL}),
     "gemma4-experts-tied": (
         "gemma4_text",
         {
@@ -459,8 +473,18 @@ def save_family_folder(path: Path, family: str, seed: int = 0) -> Any:
     """Write weights, config and tokenizer to `path`, as Hugging Face and vLLM read them."""
     model = make_family(family, seed)
     model.save_pretrained(path)
+    if unread_tensors(model.config.to_dict()) is not None:
+        add_unread_tensors(path / "model.safetensors")
     make_tokenizer().save_pretrained(path)
     return model
+
+
+def add_unread_tensors(path: Path) -> None:
+    """Add what published files of models with shared keys have, transformers leaves out, and vLLM asks for."""
+    tensors = load_file(path)
+    for name in [name for name in tensors if name.endswith("self_attn.q_norm.weight")]:
+        tensors.setdefault(name.replace("q_norm", "k_norm"), torch.full_like(tensors[name], 7.0))
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 # What checkpoints of a family call parts of its modules.

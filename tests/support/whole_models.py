@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from model_families import FAMILIES, family_config
+from model_families import FAMILIES, add_unread_tensors, family_config
 from tiny_models import make_tokenizer
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from nemo_offload_rl.backends.dtensor.state_mixers import without_kernels
+from nemo_offload_rl.models.families import unread_tensors
 
 _VISION = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
 _QWEN_VISION = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "depth": 1, "num_position_embeddings": 16}
@@ -30,6 +31,7 @@ _ROPE_OF_QWEN3_VL = {"rope_theta": 5e6, "rope_type": "default", "mrope_section":
 WHOLE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3-tied": ("gemma3", "gemma3-tied", {"vision_config": _TOWERS["gemma3"], "mm_tokens_per_image": 4}),
     "gemma4-experts-tied": ("gemma4", "gemma4-experts-tied", {}),
+    "gemma4-shared-tied": ("gemma4", "gemma4-shared-tied", {}),
     "mistral3": ("mistral3", "mistral", {}),
     "mistral3-ministral3-tied": ("mistral3", "ministral3-tied", {}),
     "qwen3_5-tied": ("qwen3_5", "qwen3_5-tied", {}),
@@ -65,6 +67,8 @@ def save_whole_folder(path: Path, name: str, *, newer_names: bool = False, **siz
                 buffer.add_(0.2 * torch.randn_like(buffer))
     model.float().eval().save_pretrained(path, save_original_format=not newer_names)
     make_tokenizer().save_pretrained(path)
+    if unread_tensors(text) is not None:
+        add_unread_tensors(path / "model.safetensors")
     (path / "preprocessor_config.json").write_text('{"of": "images"}')
     without_kernels(model)
     return model

@@ -108,6 +108,8 @@ def _keep_keys_in_layers(model: Any) -> None:
     """Make Gemma 4's layers pass on hidden states alone, and no keys and values that no later layer reads."""
     layers: Any = decoder_layers(model)
     attentions: list[Any] = [getattr(layer, "self_attn", None) for layer in layers]
+    if any(getattr(attention, "is_kv_shared_layer", False) for attention in attentions):
+        return
     if storing := [attention for attention in attentions if getattr(attention, "store_full_length_kv", False)]:
         for attention in storing:
             attention.store_full_length_kv = False

@@ -21,7 +21,7 @@ from nemo_offload_rl.backends.hf.model_folder import local_model_config
 from nemo_offload_rl.keys.dtensor import DTensorConfig
 from nemo_offload_rl.keys.master import PolicyRun, Rule
 from nemo_offload_rl.keys.policy import TrainedPolicyConfig
-from nemo_offload_rl.models.families import DTENSOR, dropout_rates
+from nemo_offload_rl.models.families import DTENSOR, dropout_rates, has_shared_keys
 
 
 def inputs_of_recomputed_layers_are_offloaded(policy: TrainedPolicyConfig) -> str | None:
@@ -203,6 +203,17 @@ def host_held_training_draws_nothing(cfg: PolicyRun) -> str | None:
     return DROPS_AT_RANDOM if model is not None and dropout_rates(model) else None
 
 
+def host_held_layers_pass_on_hidden_states(cfg: PolicyRun) -> str | None:
+    """`cpu_offload` excludes models whose layers share keys and values (Gemma 4 E2B and E4B)."""
+    model = _trained_model(cfg) if cfg.policy.dtensor_cfg.cpu_offload else None
+    if model is None or not has_shared_keys(model):
+        return None
+    return (
+        "policy.dtensor_cfg.cpu_offload is true, but layers of the model attend to keys and values of earlier layers, "
+        "which pass through the device one by one; set it to false"
+    )
+
+
 def dtensor_trains_the_model(cfg: PolicyRun) -> str | None:
     """The DTensor backend trains the families of [Models](../models.md), unless their weights are quantized."""
     model = local_model_config(cfg)
@@ -259,6 +270,7 @@ RULES: tuple[Rule[PolicyRun], ...] = (
     sequence_parallelism_splits_the_model,
     host_held_training_has_one_worker,
     host_held_training_draws_nothing,
+    host_held_layers_pass_on_hidden_states,
     dtensor_trains_the_model,
     tensor_parallelism_splits_the_model,
     experts_divide_over_devices,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
@@ -31,7 +32,7 @@ from nemo_offload_rl.data.tokenizer import load_tokenizer, template_text
 from nemo_offload_rl.errors import UserError
 from nemo_offload_rl.keys.data import TokenizerConfig
 from nemo_offload_rl.keys.worker import PolicySettings
-from nemo_offload_rl.models.families import quantization_problem
+from nemo_offload_rl.models.families import quantization_problem, unread_tensors
 from nemo_offload_rl.models.rope import has_rotary_base, older_rope_keys, with_published_factor
 from nemo_offload_rl.models.towers import (
     MODULES,
@@ -138,22 +139,24 @@ def export_hf_folder(
     """
     dtype = COMPUTE_DTYPES[settings.precision]
     is_writer, is_part = dist.get_rank() == 0, hasattr(config, PART_OF)
-    source = WeightFiles(settings.model_name) if is_part else None
-    place = {} if source is None else place_in_whole(source.shapes)
+    unread = unread_tensors(config.to_dict())
+    source = WeightFiles(settings.model_name) if is_part or unread is not None else None
+    place = place_in_whole(source.shapes) if source is not None and is_part else {}
     hub = HubNames(config.model_type, place)
     with written_whole(path) as folder:
         files = _WeightWriter(folder)
         for name, value in weights:
             if is_writer:
-                is_stacked = source is not None and hub.of(name) in source.shapes
+                is_stacked = source is not None and is_part and hub.of(name) in source.shapes
                 if source is not None and is_stacked:
                     value = in_order_of(source.shapes[hub.of(name)], value)
                 for own_name, part in [(hub.of(name), value)] if is_stacked else hub.divided(name, value):
                     files.add(own_name, part.to("cpu", copy=True).contiguous())
         if is_writer:
-            if source is not None:
-                for name in (name for name in source.shapes if is_of_towers(name, place)):
+            for name in [] if source is None else source.shapes:
+                if (is_part and is_of_towers(name, place)) or (unread is not None and re.search(unread, name)):
                     files.add(name, source.read_whole(name).clone())
+            if is_part:
                 files.close()
                 _export_whole_config(config, settings, folder)
             else:

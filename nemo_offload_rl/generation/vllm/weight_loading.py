@@ -223,7 +223,14 @@ def _missing_weights(model: nn.Module, written: list[Span]) -> list[str]:
             if len(found) == len(parts):
                 found = _stacked(place, own_name) or found
             missing += found or [name]
-    return missing
+    return [name for name in missing if not _is_never_read(name, modules)]
+
+
+def _is_never_read(name: str, modules: Mapping[str, nn.Module]) -> bool:
+    """Tell whether a weight makes keys or values of a layer that takes those of an earlier one (Gemma 4 E2B)."""
+    place, _, own_name = name.rpartition(".")[0].rpartition(".")
+    is_sharing = getattr(modules.get(place), "is_kv_shared_layer", False)
+    return is_sharing and own_name in ("k_proj", "v_proj", "k_norm", "v_norm")
 
 
 def _stacked(place: str, own_name: str) -> list[str]:

@@ -18,6 +18,7 @@ from nemo_offload_rl.backends.alternatives import advice
 from nemo_offload_rl.backends.dtensor.rules import (
     dtensor_trains_the_model,
     experts_divide_over_devices,
+    host_held_layers_pass_on_hidden_states,
     host_held_training_draws_nothing,
     rows_of_the_model_can_be_shared,
     sequence_parallelism_splits_the_model,
@@ -173,6 +174,14 @@ def test_state_on_the_host_excludes_dropout_of_the_model(
     overrides = [f"policy.model_name={tmp_path}", f"policy.dropout={dropout}", "policy.dtensor_cfg.cpu_offload=true"]
     message = host_held_training_draws_nothing(validate_keys(load_config(CPU, overrides), GrpoMasterConfig))
     assert message is None if words is None else str(message).endswith(words)
+
+
+def test_state_on_the_host_excludes_layers_with_the_keys_of_others(tmp_path: Path) -> None:
+    for name, words in (("gemma4-tied", None), ("gemma4-shared-tied", "keys and values of earlier layers")):
+        (tmp_path / "config.json").write_text(json.dumps(family_config(name).to_dict()))
+        overrides = [f"policy.model_name={tmp_path}", "policy.dtensor_cfg.cpu_offload=true"]
+        message = host_held_layers_pass_on_hidden_states(validate_keys(load_config(CPU, overrides), GrpoMasterConfig))
+        assert message is None if words is None else words in str(message)
 
 
 def message_about(folder: Path, model: dict[str, Any], *overrides: str) -> str | None:

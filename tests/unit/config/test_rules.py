@@ -465,6 +465,7 @@ MODEL_RULES = (
     dtensor.sequence_parallelism_splits_the_model,
     dtensor.rows_of_the_model_can_be_shared,
     dtensor.host_held_training_draws_nothing,
+    dtensor.host_held_layers_pass_on_hidden_states,
     dtensor.experts_divide_over_devices,
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from nemo_offload_rl.backends.hf.model_folder import local_config
 from nemo_offload_rl.backends.megatron.supported import unsupported as megatron_refuses
 from nemo_offload_rl.errors import UserError
 from nemo_offload_rl.memory.account import model_sizes
+from nemo_offload_rl.models.families import unread_tensors
 from nemo_offload_rl.models.served import unserved
 from nemo_offload_rl.models.shape import ModelShape
 from nemo_offload_rl.models.towers import PART_OF, WHOLE_MODELS, is_of_towers, language_config, place_in_whole
@@ -86,8 +88,9 @@ def test_the_language_model_is_trained_exported_with_its_towers_and_served(
     answers_like(engine, exported)
     assert_close(dict(exported.named_parameters()), dict(model.named_parameters()))
     assert after.keys() == before.keys()
+    unread = unread_tensors(exported.config.text_config.to_dict()) or "layer_scalar"
     for own_name, tensor in after.items():
-        is_frozen = own_name in towers or own_name.endswith("layer_scalar")
+        is_frozen = own_name in towers or own_name.endswith("layer_scalar") or bool(re.search(unread, own_name))
         assert torch.equal(tensor, before[own_name]) == is_frozen, own_name
     assert (tmp_path / "hf/preprocessor_config.json").read_text() == '{"of": "images"}'
     with worker(tmp_path / "hf", sequence_packing=PACKING) as policy:

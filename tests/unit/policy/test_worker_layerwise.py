@@ -28,7 +28,7 @@ from nemo_offload_rl.backends.dtensor.stand_ins import LayerInputs, SteppedModel
 from nemo_offload_rl.errors import CheckpointError, ConfigError, UserError
 from nemo_offload_rl.keys.policy import BatchingConfig
 from nemo_offload_rl.keys.worker import TokenFilter
-from nemo_offload_rl.models.families import DTENSOR
+from nemo_offload_rl.models.families import DTENSOR, has_shared_keys
 from nemo_offload_rl.protocols.loss import TokenStat
 from nemo_offload_rl.residency import CpuDevice, ResidencyError
 
@@ -97,7 +97,9 @@ def test_steps_layer_by_layer_equal_bit_by_bit_those_of_a_model_that_stays_on_th
 
 
 @pytest.mark.models
-@pytest.mark.parametrize("family", [name for name in FAMILIES if DTENSOR in trained_by(name)])
+@pytest.mark.parametrize(
+    "family", [it for it in FAMILIES if DTENSOR in trained_by(it) and not has_shared_keys(FAMILIES[it][1])]
+)
 def test_steps_of_every_family_equal_bit_by_bit_those_of_a_model_that_stays_on_the_device(tmp_path, family):
     save_family_folder(tmp_path, family)
     with recomputed(tmp_path, keep_reference=True, precision="bfloat16") as worker:
