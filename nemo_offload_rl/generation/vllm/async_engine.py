@@ -258,7 +258,7 @@ class AsyncVllmEngine(VllmEngineBase):
             self._served.runs.clear()
             self._shows_waiting = asyncio.create_task(self._show_waiting())
             await self._engine.pause_generation(mode="keep", clear_cache=False)
-            return await self._engine.reset_prefix_cache()  # see `keeping_scheduler`
+            return await self._engine.reset_prefix_cache()  # see `schedulers.py`
 
         for problem in self._rpc("put_away_kv", (self._wait(stop()),)):
             if problem is not None:
@@ -356,4 +356,4 @@ class AsyncVllmEngine(VllmEngineBase):
             # Unfinished requests keep their blocks. Later requests have another salt, so they do not read them.
             return True
         answer = self._wait(self._engine.reset_prefix_cache(reset_running_requests=self._recomputes is True))
-        return answer is not False  # `keeping_scheduler` returns blocks
+        return answer is not False  # `schedulers.py` returns blocks

@@ -25,6 +25,10 @@ _CPU_BATCH_TOKENS = 4096  # vLLM's default for CPUs
 _EMPTY = "dummy_"  # vLLM asks with an empty config first, whose type begins so
 _SOCKET_FOLDER = "VLLM_RPC_BASE_PATH"
 
+# In every process that reads the arguments, since vLLM warns of any `scheduler_cls` that asynchronous scheduling may be
+# off. With this one it is not. A level would be lost when vLLM configures its loggers.
+logging.getLogger("vllm.config.scheduler").addFilter(lambda record: "custom scheduler class" not in str(record.msg))
+
 
 def vllm_env(device_type: str, use_deep_gemm: bool | None = None) -> dict[str, str]:
     """Environment variables of a process with a `"cpu"` or `"cuda"` engine; they must be set before `vllm` is imported.
@@ -99,6 +103,7 @@ def engine_args(settings: VllmSettings, device_type: str) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
         "worker_extension_cls": f"{_PACKAGE}.worker_extension.WorkerExtension",
+        "scheduler_cls": f"{_PACKAGE}.schedulers.rollout_scheduler",
     }
     if settings.endpoint is not None:
         arguments["tokenizer"] = settings.endpoint.tokenizer.name
@@ -109,9 +114,8 @@ def engine_args(settings: VllmSettings, device_type: str) -> dict[str, Any]:
     if settings.expert_parallel_size > 1:
         arguments["enable_expert_parallel"] = True
     if settings.kept_kv_bytes is not None:
-        from nemo_offload_rl.generation.vllm.keeping_scheduler import KeptKvSettings
+        from nemo_offload_rl.generation.vllm.schedulers import KeptKvSettings
 
-        arguments["scheduler_cls"] = f"{_PACKAGE}.keeping_scheduler.keeping_scheduler"
         arguments["additional_config"] = KeptKvSettings(settings.kept_kv_bytes)
     if settings.returns_routed_experts:
         arguments["enable_return_routed_experts"] = True
