@@ -148,6 +148,10 @@ def untold_experts(config: ModelConfig) -> str | None:
         return "one expert for each token, which cannot be told from no expert"
     if (kind := config.get("model_type")) in _UNTOLD:
         return f"model_type {kind}, of which vLLM 0.25.1 does not find the number of experts per token"
+    family = family_of(config)
+    everywhere = (windows.everywhere, windows.where_used)
+    if family is not None and family.has_window in everywhere and family.has_window(config):
+        return "a sliding window in all layers, with which vLLM 0.25.1 cannot keep a record of experts"
     return None
 
 
