@@ -29,6 +29,10 @@ _MATRIX_SHARE = 0.82
 _ATTENTION_SHARE, _ATTENTION_BACKWARD = 0.5, 2.5
 # Small operations that the host launches for a layer: forward and backward pass.
 _DTENSOR_LAUNCHES, _MEGATRON_LAUNCHES = (200, 780), (500, 420)
+# The same of a rank that is alone and does without FSDP's work. Fitted to training passes of 0.6 B on two hosts whose
+# launches take 6.8 and 10.1 us (`grpo_bound_dtensor.json`, `grpo_vs_peers_slow_host.json`), in the same ratio for both
+# directions.
+_ALONE_LAUNCHES = (120, 470)
 # The same of layers that are not compiled, and how often they read and write their tensors more than compiled ones do.
 _EAGER_LAUNCHES, _EAGER_PASSES = (460, 840), (30, 60)
 # A layer of experts takes as many times more: router, sorting, exchange, grouped products.
@@ -261,7 +265,9 @@ class _Step:
     def _launches(self) -> tuple[int, int]:
         if self._on_megatron:
             return _MEGATRON_LAUNCHES
-        return _EAGER_LAUNCHES if self._is_eager else _DTENSOR_LAUNCHES
+        if self._is_eager:
+            return _EAGER_LAUNCHES
+        return _ALONE_LAUNCHES if self._cfg.cluster.world_size == 1 else _DTENSOR_LAUNCHES
 
     @property
     def _layer_width(self) -> int:
