@@ -10,7 +10,7 @@ from pathlib import Path
 from nemo_offload_rl.generation.vllm.allowed_args import ALLOWED, OWN_KEYS, REFUSED
 from nemo_offload_rl.keys.generation import KEPT_LAYERS
 from nemo_offload_rl.migrate.draft import Draft, converts
-from nemo_offload_rl.models.families import DTENSOR, FAMILIES
+from nemo_offload_rl.models.families import FAMILIES
 from nemo_offload_rl.models.towers import WHOLE_MODELS, language_config
 
 _FUSED_ADAM = "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"
@@ -449,6 +449,6 @@ def is_trained(model_name: object, backend: str) -> bool:
         backend: "dtensor" or "megatron".
     """
     kind = str(model_type(model_name))
-    if kind in WHOLE_MODELS:
-        return backend == DTENSOR
-    return kind in FAMILIES and backend in FAMILIES[kind].trained_by
+    whole = WHOLE_MODELS.get(kind)
+    families = [kind] if whole is None else [family for family, _ in whole.language.values()]
+    return all(family in FAMILIES and backend in FAMILIES[family].trained_by for family in families)

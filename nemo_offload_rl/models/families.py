@@ -494,12 +494,10 @@ def refused_settings(family: ModelFamily, backend: str) -> list[str]:
 def unsupported_family(config: ModelConfig, backend: str) -> str | None:
     """Return why a backend does not train models of this type, or None."""
     family = family_of(config)
-    if family is not None and backend in family.trained_by and PART_OF not in config:
+    if family is not None and backend in family.trained_by:
         return None
-    if PART_OF in config and family is not None and DTENSOR in family.trained_by:
-        if backend == DTENSOR:
-            return None
-        return f"model_type {config[PART_OF]}, which reads more than text; that backend reads folders of text models"
+    if PART_OF in config and family is not None:
+        return f"model_type {config[PART_OF]}, whose language model {family.model_type} that backend does not train"
     text = config.get("text_config")
     inner = family_of(text) if isinstance(text, Mapping) else None
     if inner is not None and backend in inner.trained_by:

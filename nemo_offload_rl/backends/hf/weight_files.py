@@ -24,12 +24,13 @@ from torch import Tensor
 from nemo_offload_rl.backends.hf.model_folder import find_file, find_weight_files, read_model_config
 from nemo_offload_rl.backends.hf.quantized import find_packed
 from nemo_offload_rl.errors import UserError
-from nemo_offload_rl.models.towers import placed
+from nemo_offload_rl.models.towers import place_in_whole, placed
 from nemo_offload_rl.utils.liveness import show_progress
 
 logger = logging.getLogger(__name__)
 
 # Old checkpoints store these buffers, which the model now computes; `transformers` ignores them too.
+_STACKED = (".experts.gate_up_proj", ".experts.down_proj")
 COMPUTED = r"rotary_emb\.inv_freq$"
 # transformers reads embeddings of Nemotron-H and norms of OLMo Hybrid under other names too, and 5.12.1 saves them so.
 # vLLM 0.25.1 does not read these names.
@@ -341,3 +342,51 @@ class HubNames:
         for piece in self.pieces(name, value.shape):
             where = tuple(slice(begin, begin + size) for begin, size in zip(piece.offsets, piece.sizes, strict=True))
             yield piece.name, value[where].view(piece.shape)
+
+
+class LanguageModelFiles:
+    """The language model's tensors in a folder that reads images too, named as in a folder of text alone.
+
+    Experts are one tensor each, also where the files have them stacked.
+
+    Args:
+        files: The whole folder's.
+        model_type: The language model's family.
+        hidden_size: The language model's, by which stacked experts with swapped dimensions are known.
+
+    Attributes:
+        shapes: Shape of each tensor.
+        are_packed: See `WeightFiles`.
+    """
+
+    def __init__(self, files: WeightFiles, model_type: str, hidden_size: int) -> None:
+        self.are_packed = files.are_packed
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._files = files
+        self._sources: dict[str, tuple[str, Piece, bool]] = {}
+        place, hub = place_in_whole(files.shapes), HubNames(model_type)
+        for name, shape in files.shapes.items():
+            begin = next((own for own, there in place.items() if name.startswith(there)), None)
+            if begin is None:
+                continue
+            is_down = name.endswith(".experts.down_proj")
+            is_swapped = name.endswith(_STACKED) and shape[1 if is_down else 2] != hidden_size
+            inner = (shape[0], shape[2], shape[1]) if is_swapped else shape
+            for piece in hub.pieces(begin + name.removeprefix(place[begin]), inner):
+                self._sources[piece.name] = name, piece, is_swapped
+                self.shapes[piece.name] = piece.shape
+
+    def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """See `WeightFiles`."""
+        source, piece, is_swapped = self._sources[name]
+        stacked = len(piece.offsets) - len(offsets)
+        begins = [*piece.offsets[:stacked], *(a + b for a, b in zip(piece.offsets[stacked:], offsets, strict=True))]
+        extents = [1] * stacked + list(sizes)
+        if is_swapped:
+            begins, extents = ([it[0], it[2], it[1]] for it in (begins, extents))
+        part = self._files.read(source, begins, extents)
+        return (part.transpose(-1, -2) if is_swapped else part).reshape(tuple(sizes))
+
+    def read_whole(self, name: str) -> Tensor:
+        """Read a whole tensor."""
+        return self.read(name, (0,) * len(self.shapes[name]), self.shapes[name])

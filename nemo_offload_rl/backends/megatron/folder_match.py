@@ -14,7 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nemo_offload_rl.backends.hf.weight_files import COMPUTED, HubNames, WeightFiles, fault_in
+from nemo_offload_rl.backends.hf.weight_files import (
+    COMPUTED,
+    HubNames,
+    LanguageModelFiles,
+    WeightFiles,
+    fault_in,
+)
 from nemo_offload_rl.backends.megatron import parallel
 from nemo_offload_rl.backends.ranks import failing_together
 from nemo_offload_rl.errors import UserError
@@ -34,6 +40,7 @@ class ModelFolder:
         tied: Names of the output layer's and the embeddings' weight if the config ties them, else None.
         left_out: Layers whose tensors are ignored, like those of `mtp.`.
         other: Section of another backend that trains such models; None if there is none.
+        language: Config of the language model in a folder that reads images too; None for a folder of text alone.
 
     Attributes:
         model_name: `policy.model_name`.
@@ -52,6 +59,7 @@ class ModelFolder:
         tied: tuple[str, str] | None,
         left_out: range = range(0),
         other: str | None = None,
+        language: Any = None,
     ) -> None:
         self.model_name = model_name
         self.or_other = "" if other is None else f", or use {other}"
@@ -61,7 +69,9 @@ class ModelFolder:
                 f"policy.model_name={model_name} has no safetensors files, and the Megatron backend reads "
                 f"no others; save the model again with save_pretrained{self.or_other}"
             )
-        self.files = WeightFiles(model_name, paths)
+        self.files: WeightFiles | LanguageModelFiles = WeightFiles(model_name, paths)
+        if language is not None:
+            self.files = LanguageModelFiles(self.files, language.model_type, language.hidden_size)
         places = ("mtp.", *(f"model.layers.{layer}." for layer in left_out))
         if any(name.startswith(places) for name in self.files.shapes):
             logger.warning(

@@ -56,6 +56,7 @@ from nemo_offload_rl.errors import ConfigError, UserError
 from nemo_offload_rl.keys.megatron import MegatronConfig
 from nemo_offload_rl.keys.worker import PolicySettings
 from nemo_offload_rl.models.families import MEGATRON
+from nemo_offload_rl.models.towers import PART_OF
 from nemo_offload_rl.protocols.backend import COMPUTE_DTYPES
 
 logger = logging.getLogger(__name__)
@@ -111,15 +112,16 @@ def build_model(settings: PolicySettings, cfg: MegatronConfig, *, is_frozen: boo
             f"policy.model_name={settings.model_name} is a model that Megatron-Bridge cannot convert "
             f"({' '.join(str(error).split())}); {advice(hf_config.to_dict(), MEGATRON)}"
         ) from error
-    bridge.hf_pretrained.config = _without_predictions(hf_config)
+    bridge.hf_pretrained.config, is_part = _without_predictions(hf_config), hasattr(hf_config, PART_OF)
     folder = ModelFolder(
         bridge.hf_pretrained.state.source,
         settings.model_name,
         _tied_names(hf_config),
         _predicting_layers(hf_config),
         other_backend(hf_config.to_dict(), MEGATRON),
+        hf_config if is_part else None,
     )
-    if folder.files.are_packed:
+    if folder.files.are_packed or is_part:
         bridge.hf_pretrained.state.source = PlainWeights(folder.files)
     _configure(provider, settings, cfg)
     complete_provider(provider, hf_config)

@@ -655,7 +655,7 @@ def test_a_published_model_is_known_by_its_name_and_a_folder_by_its_config(tmp_p
     assert is_trained("Qwen/Qwen3-30B-A3B", "megatron") and is_trained("Qwen/Qwen3-30B-A3B", "dtensor")
     assert is_trained("google/gemma-3-1b-it", "dtensor") and is_trained("google/gemma-3-27b-it", "dtensor")
     assert is_trained("Qwen/Qwen3-VL-4B-Instruct", "dtensor") and not is_trained("google/gemma-3-27b-it", "megatron")
-    assert is_trained("zai-org/GLM-4.7-Flash", "dtensor") and is_trained("Qwen/Qwen3.5-9B-Base", "dtensor")
+    assert is_trained("zai-org/GLM-4.7-Flash", "dtensor") and is_trained("Qwen/Qwen3.5-9B-Base", "megatron")
     assert not is_trained("someone/new-model", "dtensor")
     (tmp_path / "config.json").write_text('{"model_type": "granite"}')
     assert model_type(str(tmp_path)) == "granite" and is_trained(str(tmp_path), "dtensor")

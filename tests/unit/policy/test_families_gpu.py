@@ -60,9 +60,7 @@ def test_logprobs_padded_and_packed_are_hugging_faces_up_to_bfloat16_and_exports
     tmp_path: Path, name: str, backend: str
 ) -> None:
     if backend == MEGATRON:
-        pytest.importorskip("transformer_engine")
-        if state_mixer(family_config(name).to_dict()) is not None:
-            pytest.importorskip("fla")
+        needs_kernels(state_mixer(family_config(name).to_dict()))
     # Narrower logits than on the CPU: they are rounded to 8 bits.
     model = drawn_model(family_config(name, initializer_range=0.05), seed=0)
     model.save_pretrained(tmp_path / "model")
@@ -70,6 +68,13 @@ def test_logprobs_padded_and_packed_are_hugging_faces_up_to_bfloat16_and_exports
     for folder in logprobs_are_hugging_faces(tmp_path, name, model, backend):
         hf_model(folder)
     matrix_results.write(Row(name, backend, tmp_path), ["import", "logprobs", PACKING, "hf/ folder"], machine="GPU")
+
+
+def needs_kernels(mixer: str | None) -> None:
+    """Skip a test of Megatron without Transformer Engine or, of layers with states, flash-linear-attention."""
+    pytest.importorskip("transformer_engine")
+    if mixer is not None:
+        pytest.importorskip("fla")
 
 
 def logprobs_are_hugging_faces(tmp_path: Path, name: str, model: Any, backend: str) -> Iterator[Path]:
@@ -137,10 +142,17 @@ def the_engine_agrees_after_a_refit(row: Row, process: ProcessInfo) -> None:
             assert (here - there).abs().mean() < 0.02
 
 
-@pytest.mark.parametrize("name", WHOLE)
+IN_MEGATRON = ("mistral3", "qwen3_5-tied", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"), [*((name, DTENSOR) for name in WHOLE), *((name, MEGATRON) for name in IN_MEGATRON)]
+)
 def test_language_models_of_folders_that_read_images_are_hugging_faces_and_exports_load(
-    tmp_path: Path, name: str
+    tmp_path: Path, name: str, backend: str
 ) -> None:
+    if backend == MEGATRON:
+        needs_kernels(state_mixer(family_config(WHOLE[name][1]).to_dict()))
     model = save_whole_folder(tmp_path / "model", name, initializer_range=0.05)
-    for folder in logprobs_are_hugging_faces(tmp_path, name, model, DTENSOR):
+    for folder in logprobs_are_hugging_faces(tmp_path, name, model, backend):
         whole_model(folder)

@@ -18,7 +18,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
-from nemo_offload_rl.backends.hf.weight_files import WeightFiles
+from nemo_offload_rl.backends.hf.weight_files import LanguageModelFiles, WeightFiles
 from nemo_offload_rl.backends.megatron.upstream.local_layers import local_block
 
 _DENSE = "decoder.layers.*.mlp.linear_fc"
@@ -183,7 +183,7 @@ class PlainWeights:
         files: The model's files.
     """
 
-    def __init__(self, files: WeightFiles) -> None:
+    def __init__(self, files: WeightFiles | LanguageModelFiles) -> None:
         self._files = files
 
     def get_all_keys(self) -> list[str]:

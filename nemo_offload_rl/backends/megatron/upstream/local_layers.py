@@ -109,8 +109,8 @@ class LocalDeltaNet(GatedDeltaNet):
             super().__init__(in_torch, *args, use_qk_l2norm=False, **options)
         finally:
             delta_nets.HAVE_FLA = has_kernels
-        self.gated_delta_rule = _normalized_delta_rule
-        self.out_norm = local_norm(config, self.value_head_dim, config.layernorm_epsilon)
+        self.gated_delta_rule: Any = _normalized_delta_rule
+        self.out_norm = local_norm(config, config.linear_value_head_dim, config.layernorm_epsilon)
 
 
 def _normalized_delta_rule(queries: Tensor, keys: Tensor, values: Tensor, **options: Any) -> Any:
