@@ -22,6 +22,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from types import FrameType
 from typing import Any, Protocol
 
@@ -107,7 +108,7 @@ class VirtualCluster:
             # Ray would show the worker only the GPU of its first bundle.
             env_vars = {
                 **env_vars,
-                "CUDA_VISIBLE_DEVICES": ",".join(self._gpu_id(slot + i) for i in range(num_slots)),
+                "CUDA_VISIBLE_DEVICES": ",".join(self._gpu_ids[slot : slot + num_slots]),
                 "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
             }
         options: dict[str, Any] = {
@@ -121,10 +122,12 @@ class VirtualCluster:
             options["num_gpus"] = 1.0 / self._num_colocated_groups
         return options
 
-    def _gpu_id(self, slot: int) -> str:
-        """Return the index of the slot's GPU on its host."""
-        ask = ray.remote(lambda: ray.get_gpu_ids()[0])
-        return str(_answer_of_host(ask.options(**self.actor_options(slot, {})).remote()))
+    @cached_property
+    def _gpu_ids(self) -> list[str]:
+        """Index of each slot's GPU on its host; all slots are asked at once, since each starts a process to answer."""
+        ask = ray.remote(lambda: str(ray.get_gpu_ids()[0]))
+        slots = range(self.world_size)
+        return _answers_of_hosts([ask.options(**self.actor_options(slot, {})).remote() for slot in slots])
 
     def rendezvous(self) -> tuple[str, int]:
         """Return the address of slot 0's host and a free port on it, a different one at each call."""
@@ -135,7 +138,7 @@ class VirtualCluster:
             # On the slot's host but outside of the slot, which workers may use up.
             there = NodeAffinitySchedulingStrategy(self._slots[0].node_id, soft=False)
             find = ray.remote(lambda: (ray.util.get_node_ip_address(), find_free_port(*search)))
-            address, port = _answer_of_host(find.options(num_cpus=0, scheduling_strategy=there).remote())
+            ((address, port),) = _answers_of_hosts([find.options(num_cpus=0, scheduling_strategy=there).remote()])
         self._given_ports.add(port)
         return address, port
 
@@ -219,10 +222,10 @@ def cluster_session(
                     _shut_ray_down(started)
 
 
-def _answer_of_host(task: Any) -> Any:
-    """Wait for the result of a short task on a host of the cluster."""
+def _answers_of_hosts(tasks: list[Any]) -> list[Any]:
+    """Wait for the results of short tasks on hosts of the cluster."""
     try:
-        return ray.get(task, timeout=_HOST_TIMEOUT_S)
+        return ray.get(tasks, timeout=_HOST_TIMEOUT_S)
     except (GetTimeoutError, RaySystemError, WorkerCrashedError, TaskUnschedulableError) as error:
         raise WorkerDiedError(
             f"a host of the Ray cluster does not answer: {' '.join(str(error).split())}; see `ray status`"

@@ -30,16 +30,17 @@ SUPPORT = ROOT / "tests/support"
 
 @pytest.fixture(scope="module")
 def two_nodes():
-    """A node of four CPUs, which could hold everything, and one of two."""
+    """A node of four CPUs, which could hold everything, and of four GPUs for Ray, and one of two CPUs."""
     ray.shutdown()  # of other modules
-    store = {"object_store_memory": 100 * 2**20, "num_gpus": 0}
+    store = {"object_store_memory": 100 * 2**20}
+    head = {"num_cpus": 4, "num_gpus": 4, "include_dashboard": False, **store}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(SUPPORT)]))
         patch.setenv("RAY_prestart_worker_first_driver", "0")  # as in `ray_here`
         for name, value in forked_workers.variables().items():
             patch.setenv(name, value)
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False, **store})
-        cluster.add_node(num_cpus=2, **store)
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        cluster.add_node(num_cpus=2, num_gpus=0, **store)
         patch.setenv("RAY_ADDRESS", cluster.address)
         yield cluster
         cluster.shutdown()
@@ -70,6 +71,16 @@ def test_ranks_fill_one_node_after_the_other_and_groups_share_their_slots(two_no
         for group in groups:
             assert group.run_all(EchoWorker.environment, caches) == [folders] * 4
         assert groups[0].local_pids() == groups[0].pids()[:2], "a process id of another host means nothing here"
+
+
+def test_engines_of_two_gpus_each_see_theirs_alone(two_nodes):
+    with cluster_session(replace(cpu_cluster(), gpus_per_node=4), num_colocated_groups=1) as session:
+        factory, kwargs = "echo_workers:EchoWorker", {"greeting": ""}
+        group = RayWorkerGroup(session, WorkerSpec(name="vllm", factory=factory, kwargs=kwargs, slots_per_worker=2))
+        found = group.run_all(EchoWorker.environment, ["CUDA_VISIBLE_DEVICES"])
+        shown = [gpus for engine in found for gpus in engine["CUDA_VISIBLE_DEVICES"].split(",")]
+        assert shown == session._gpu_ids
+        assert sorted(shown) == ["0", "1", "2", "3"]
 
 
 def test_a_meeting_place_is_found_on_another_host_though_workers_have_all_of_its_slots(two_nodes):
