@@ -9,6 +9,11 @@ counts recorded logprobs that are not bit for bit those that vLLM returns. The f
 left out. With adapters (`--variants base "adapters of rank 16" --ways recorded`) the engine applies random ones in all
 layers; `base` is as fast as weights with merged adapters, and `refit_s` the time to load them. Tries itself on a CPU:
 `--device cpu --shapes tiny --prompts 8 --tokens 64`. Docs: docs/measurements/grpo.md.
+
+    python benchmarks/generation_speed.py --start --json results/engine_start.json
+
+starts each of `START_VARIANTS` twice, with empty compile caches and with those of the first start, shows what vLLM logs
+meanwhile, and generates once. `imports_s` are those of vLLM's modules, `start_s` the engine's after them.
 """
 
 from __future__ import annotations
@@ -38,6 +43,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "synchronous scheduling": {"kwargs": {"async_scheduling": False}},
     "vLLM's scheduler": {"kwargs": {"scheduler_cls": None}},
     "graphs of 1024 rows": {"kwargs": {"max_cudagraph_capture_size": 1024}},
+    "full graphs of decoding": {"kwargs": {"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}}},
+    "piecewise graphs": {"kwargs": {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}},
+    "graphs of 21 sizes": {"kwargs": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 48, *range(64, 513, 32)]}},
+    "cache of 64 GiB": {"kv_cache_memory_gib": 64},
     "eager": {"enforce_eager": True},
     "blocks of 128": {"kwargs": {"block_size": 128}},
     "triton attention": {"kwargs": {"attention_backend": "TRITON_ATTN"}},
@@ -48,6 +57,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fp8 cache": {"kv_cache_dtype": "fp8"},
     "fp8 both": {"precision": "fp8", "kv_cache_dtype": "fp8"},
 }
+START_VARIANTS = (
+    "base",
+    "full graphs of decoding",
+    "piecewise graphs",
+    "graphs of 21 sizes",
+    "cache of 64 GiB",
+    "eager",
+)
+CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 WAYS = ("recorded", "returned", "none")
 
@@ -149,9 +167,14 @@ def measure(variant: dict[str, Any], arguments: argparse.Namespace) -> dict[str,
     from nemo_offload_rl.keys.generation import SamplingSettings
 
     begin_s = time.perf_counter()
+    from vllm import LLM, AsyncLLMEngine  # noqa: F401
+
+    imports_s = time.perf_counter() - begin_s
     settings = settings_of(variant, arguments)
+    begin_s = time.perf_counter()
     engine = (AsyncVllmEngine if settings.async_engine else VllmEngine)(settings)
-    result: dict[str, Any] = {"start_s": time.perf_counter() - begin_s, "records": engine._records_logprobs}
+    start_s = time.perf_counter() - begin_s
+    result: dict[str, Any] = {"imports_s": imports_s, "start_s": start_s, "records": engine._records_logprobs}
     if rank := variant.get("adapter_rank"):
         result["refit_s"] = load_adapters(engine, arguments.model, rank)
     prompts = [[4 + i % 16, 5, 6, 7, 8, 9] for i in range(arguments.prompts)]
@@ -184,7 +207,8 @@ def show(name: str, result: dict[str, Any]) -> None:
     cells = [f"{way} {s:7.2f} s ({s / base_s:.3f}x)" for way, s in seconds.items()]
     speed = result["tokens_of_a_call"] / seconds.get("recorded", base_s)
     different = f"{result['different']} of {result['tokens']} differ" if "different" in result else ""
-    print(f"{name:24}", *cells, f"{speed:8.0f} tokens/s", f"start {result['start_s']:.0f} s", different, sep="  ")
+    start = f"imports {result['imports_s']:.1f} s  start {result['start_s']:.1f} s"
+    print(f"{name:30}", *cells, f"{speed:8.0f} tokens/s", start, different, sep="  ")
 
 
 def main() -> None:
@@ -201,7 +225,10 @@ def main() -> None:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--fp8", action="store_true", help="variants of 8 bits beside bfloat16, two calls of each")
+    parser.add_argument("--start", action="store_true", help="start the variants twice each, and generate once")
     arguments = parser.parse_args()
+    if arguments.start:
+        arguments.variants, arguments.ways, arguments.calls = START_VARIANTS, ["recorded"], 1
     if arguments.fp8:
         arguments.variants = ["base", *(name for name in VARIANTS if name.startswith("fp8"))]
         arguments.ways, arguments.calls = ["recorded"], 2
@@ -216,18 +243,24 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             make_model(Path(folder), shape, arguments.device, ties_embeddings=shape == "0.6B")
             for name in arguments.variants:
-                print(shape, end=" ", flush=True)
                 variant = VARIANTS[name]
                 deep_gemm = variant.get("use_deep_gemm", False) if variant.get("precision") == "fp8" else None
                 env = {**os.environ, **vllm_env(arguments.device, deep_gemm), **variant.get("env", {})}
-                command = [sys.executable, *sys.argv, "--one", name, "--model", folder]
-                done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True)
-                if done.returncode:
-                    print(f"{name}: status {done.returncode}")
-                    continue
-                found[name] = json.loads(done.stdout.splitlines()[-1])
-                show(name, found[name])
-                write_result(arguments.json, results)
+                runs = {name: env}
+                if arguments.start:
+                    caches = {key: f"{folder}/compiled {name}/{key}" for key in CACHES}
+                    env |= {"VLLM_LOGGING_LEVEL": "INFO", **caches}
+                    runs = {f"{name}, cold": env, f"{name}, warm": env}
+                for title, env in runs.items():
+                    print(shape, end=" ", flush=True)
+                    command = [sys.executable, *sys.argv, "--one", name, "--model", folder]
+                    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True)
+                    if done.returncode:
+                        print(f"{title}: status {done.returncode}")
+                        continue
+                    found[title] = json.loads(done.stdout.splitlines()[-1])
+                    show(title, found[title])
+                    write_result(arguments.json, results)
 
 
 if __name__ == "__main__":
