@@ -44,12 +44,14 @@ SMALL = (
 )
 
 
+# An eager engine starts in a third of the time. One test has graphs and torch.compile, which are the defaults.
 ON_GPU = (
     "cluster.gpus_per_node=1",
     "policy.dtensor_cfg.torch_compile=false",
     "policy.precision=bfloat16",
     "policy.generation.vllm_cfg.kv_cache_memory_gib=24",
     "policy.generation.vllm_cfg.gpu_memory_utilization=0.3",
+    "policy.generation.vllm_cfg.enforce_eager=true",
     "policy.host_memory_budget_gib=8",
 )
 

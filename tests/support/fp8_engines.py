@@ -1,6 +1,6 @@
-"""Greedy answers of an engine with 8-bit weights, in a process of its own: by refits, or from a quantized checkpoint.
+"""Greedy answers of engines with 8-bit weights, in a process of its own: from a quantized checkpoint, then by refits.
 
-python tests/support/fp8_engines.py FOLDER FAMILY refits|loaded ANSWERS.json
+python tests/support/fp8_engines.py FOLDER FAMILY ANSWERS.json
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_process import engine_here, engine_settings, send_weights
+from engine_process import engine_here, engine_settings, send_weights, with_graphs
 from matrix_cases import GREEDY, PROMPTS
 from model_families import checkpoint_name, checkpoint_tensors, drawn_model, family_config
 from safetensors.torch import save_file
@@ -75,30 +75,33 @@ def answers(engine: Any) -> list[Any]:
     return [[list(one.token_ids), list(one.logprobs)] for (one,) in engine.generate(PROMPTS, GREEDY)]
 
 
-def main(folder: Path, family: str, way: str, path: Path) -> None:
-    """Write the answers with the weights of seed 1, after an engine of refits had those of seed 0 and slept."""
-    eager = not torch.cuda.is_available()
-    first, second = (save_model(folder, family, seed) for seed in range(2))
-    if way == "loaded":
-        save_quantized(folder, sent(second), [".mlp.gate."] if "moe" in family else [])
-        load = {"precision": "bfloat16", "vllm_kwargs": {"load_format": "auto"}}
-        engine = engine_here(engine_settings(folder, enforce_eager=eager, **load))
-        found = {"answers": answers(engine)}
-    else:
-        engine = engine_here(engine_settings(folder, enforce_eager=eager, precision="fp8"))
-        send_weights(engine, sent(first), 70_000)
-        before = answers(engine)
-        engine.finish_generation(discard_weights=True)
-        engine.prepare_for_generation(["weights"])
-        send_weights(engine, stacked(second) if "moe" in family else sent(second), 70_000)
-        engine.prepare_for_generation()
-        weight = torch.randn(300, 500, dtype=torch.bfloat16)
-        here, there = quantize_blocks(weight), quantize_blocks(weight.to("cpu" if eager else "cuda"))
-        equal = [torch.equal(one.float(), other.cpu().float()) for one, other in zip(here, there, strict=True)]
-        found = {"answers": answers(engine), "before": before, "same_as_on_a_cpu": equal}
+def main(folder: Path, family: str, path: Path) -> None:
+    """Write the answers with the weights of seed 1: loaded by an eager engine, and refitted into one with graphs.
+
+    The second engine had the weights of seed 0 before, with which it answered, and slept.
+    """
+    first, second = (save_model(folder / "model", family, seed) for seed in range(2))
+    save_model(folder / "quantized", family, 1)
+    save_quantized(folder / "quantized", sent(second), [".mlp.gate."] if "moe" in family else [])
+    load: dict[str, Any] = {"precision": "bfloat16", "vllm_kwargs": {"load_format": "auto"}}
+    # One engine of a process may sleep.
+    engine = engine_here(engine_settings(folder / "quantized", enable_sleep_mode=False, **load))
+    found = {"loaded": answers(engine)}
+    engine.shutdown()
+    engine = engine_here(engine_settings(folder / "model", precision="fp8", **with_graphs()))
+    send_weights(engine, sent(first), 70_000)
+    found["before"] = answers(engine)
+    engine.finish_generation(discard_weights=True)
+    engine.prepare_for_generation(["weights"])
+    send_weights(engine, stacked(second) if "moe" in family else sent(second), 70_000)
+    engine.prepare_for_generation()
+    found["refitted"] = answers(engine)
+    weight = torch.randn(300, 500, dtype=torch.bfloat16)
+    here, there = quantize_blocks(weight), quantize_blocks(weight.to("cuda" if torch.cuda.is_available() else "cpu"))
+    found["same_as_on_a_cpu"] = [torch.equal(a.float(), b.cpu().float()) for a, b in zip(here, there, strict=True)]
     path.write_text(json.dumps(found))
     engine.shutdown()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], Path(sys.argv[4]))
+    main(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_process import engine_here, engine_settings
+from engine_process import engine_here, engine_settings, with_graphs
 from model_families import save_family_folder
 
 from nemo_offload_rl.generation.vllm.logprob_recorder import LogprobRecorder
@@ -41,6 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 # 6 blocks of 128 tokens, for 8 responses of up to 330; prompts are read 100 tokens at a time.
 CRAMPED = {
+    "load_format": "auto",
     "block_size": 128,
     "num_gpu_blocks_override": 7,
     "max_num_batched_tokens": 100,
@@ -89,14 +90,13 @@ def main(folder: Path, verdicts: Path) -> None:
     save_family_folder(folder, "qwen3")
     LogprobRecorder.add = counted
     results: dict[str, Any] = {}
-    load = {"load_format": "auto"}
     precision = "bfloat16" if torch.cuda.is_available() else "float32"
     same: dict[str, Any] = {"precision": precision, "enable_sleep_mode": False}  # one engine of a process may sleep
-    engine = engine_here(engine_settings(folder, **same, vllm_kwargs=load))
+    engine = engine_here(engine_settings(folder, **same, **with_graphs(load_format="auto")))
     for name, changes in CASES.items():
         results[name] = compared(engine, **changes)
     engine.shutdown()
-    engine = engine_here(engine_settings(folder, **same, vllm_kwargs={**load, **CRAMPED}, per_request_seeds=False))
+    engine = engine_here(engine_settings(folder, **same, vllm_kwargs=CRAMPED, per_request_seeds=False))
     scheduler = engine._llm.llm_engine.engine_core.engine_core.scheduler
     preempt = scheduler._preempt_request
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_process import engine_here, engine_settings
+from engine_process import engine_here, engine_settings, with_graphs
 from matrix_cases import PROMPTS
 from model_families import drawn_model, family_config
 from tiny_models import make_tokenizer
@@ -20,7 +20,7 @@ from nemo_offload_rl.keys.generation import SamplingSettings
 SIZES = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "moe_intermediate_size": 256}
 EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "num_hidden_layers": 4, "initializer_range": 0.1}
 # On a GPU prompts are computed in chunks, and the cache holds two or three of the longest responses.
-ON_GPU: dict[str, Any] = {"precision": "bfloat16", "enforce_eager": False, "kv_cache_memory_gib": 2**-8}
+ON_GPU: dict[str, Any] = {"precision": "bfloat16", "kv_cache_memory_gib": 2**-8}
 CHUNKS = {"enable_chunked_prefill": True, "max_num_batched_tokens": 256}
 
 
@@ -30,9 +30,8 @@ def main(folder: Path, path: Path) -> None:
     model = drawn_model(family_config("qwen3_moe", **SIZES, **EXPERTS), 0)
     model.to(torch.bfloat16 if on_gpu else torch.float32).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
-    kwargs = {"load_format": "auto"} | (CHUNKS if on_gpu else {})
-    changes = ON_GPU if on_gpu else {}
-    engine = engine_here(engine_settings(folder, returns_routed_experts=True, vllm_kwargs=kwargs, **changes))
+    changes = with_graphs(load_format="auto", **(CHUNKS if on_gpu else {})) | (ON_GPU if on_gpu else {})
+    engine = engine_here(engine_settings(folder, returns_routed_experts=True, **changes))
     prompts = [*PROMPTS, *PROMPTS[2:]]
     found = engine.generate(prompts, SamplingSettings(max_new_tokens=64, temperature=1.0, seed=1), 8)
     torch.save(list(zip(prompts, found, strict=True)), path)

@@ -10,8 +10,8 @@ from model_families import FAMILIES, add_unread_tensors, family_config
 from tiny_models import make_tokenizer
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from nemo_offload_rl.backends.dtensor.state_mixers import without_kernels
-from nemo_offload_rl.models.families import unread_tensors
+from nemo_offload_rl.backends.dtensor.state_mixers import norms_in_torch, without_kernels
+from nemo_offload_rl.models.families import state_mixer, unread_tensors
 
 _VISION = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
 _QWEN_VISION = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "depth": 1, "num_position_embeddings": 16}
@@ -56,6 +56,8 @@ def save_whole_folder(path: Path, name: str, *, newer_names: bool = False, **siz
     text |= {"tie_word_embeddings": is_tied, **sizes}
     whole = {"vision_config": _TOWERS[kind], **changes, "text_config": text, "tie_word_embeddings": is_tied}
     config = AutoConfig.for_model(kind, **whole)
+    if state_mixer(text) is not None:
+        norms_in_torch(config.text_config)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager")

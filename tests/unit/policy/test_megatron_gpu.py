@@ -6,7 +6,9 @@ import gc
 import logging
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -128,10 +130,18 @@ def step(worker: PolicyWorker, seed: int, values: list[float]) -> None:
     worker.offload_after_refit()
 
 
+@pytest.fixture(scope="module")
+def resident_run(folder: Path) -> Callable[[str], Run]:
+    """Make the run of a flavour that moves nothing; once for all tests."""
+    return cache(lambda flavour: run(gpu_settings(folder, colocated=False, **FLAVOURS[flavour])))
+
+
 @pytest.mark.parametrize("flavour", FLAVOURS)
-def test_residency_changes_no_bit_of_any_flavour_and_leaves_nothing_on_the_gpu(folder: Path, flavour: str) -> None:
+def test_residency_changes_no_bit_of_any_flavour_and_leaves_nothing_on_the_gpu(
+    folder: Path, resident_run: Callable[[str], Run], flavour: str
+) -> None:
     changes = FLAVOURS[flavour]
-    resident = run(gpu_settings(folder, colocated=False, **changes))
+    resident = resident_run(flavour)
     away = run(gpu_settings(folder, offload_optimizer_states_for_logprob=True, **changes))
     logger.info("%s: %s", flavour, {"away": away.sizes_mib(), "resident": resident.sizes_mib(), "left": away.leftovers})
     assert away.values == resident.values
@@ -174,8 +184,8 @@ def test_what_building_the_model_left_on_the_gpu_goes_before_the_first_generatio
 
 
 @pytest.mark.parametrize("flavour", ["masters", "precision-aware", "bfloat16 moments"])
-def test_streamed_states_change_no_bit(folder: Path, flavour: str) -> None:
-    resident = run(gpu_settings(folder, colocated=False, **FLAVOURS[flavour]))
+def test_streamed_states_change_no_bit(folder: Path, resident_run: Callable[[str], Run], flavour: str) -> None:
+    resident = resident_run(flavour)
     streamed = run(gpu_settings(folder, **FLAVOURS[flavour], **STREAMED))
     assert streamed.values == resident.values
     assert torch.equal(streamed.weights, resident.weights)
@@ -299,22 +309,32 @@ def fp8_settings(folder: Path, recipe: str, **changes: Any) -> Any:
     return replace(settings, megatron_cfg=replace(cfg, fp8_cfg=fp8))
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "tensorwise", "delayed"])
-def test_eight_bit_layers_train_on_rows_of_any_length_packed_and_padded(folder: Path, recipe: str) -> None:
-    """In 16 bits these rows have 26 tokens padded, and packed any number up to 40."""
-    batch = make_batch(num_rows=8, width=13)
-    packing = BatchingConfig(enabled=True, train_mb_tokens=40, logprob_mb_tokens=40, sequence_length_round=1)
+ODD_ROWS = make_batch(num_rows=8, width=13)
+
+
+@pytest.fixture(scope="module")
+def in_16_bits(folder: Path) -> tuple[Tensor, float]:
+    """Logprobs of `ODD_ROWS` and the loss of a step with them."""
     with worker_of(gpu_settings(folder, **PRECISION_AWARE), GPU) as worker:
         worker.prepare_for_lp_inference()
-        expected = worker.get_logprobs(batch)
+        logprobs = worker.get_logprobs(ODD_ROWS)
         worker.prepare_for_training()
-        (expected_loss,) = worker.train(batch, NLLLoss()).loss
+        return logprobs, *worker.train(ODD_ROWS, NLLLoss()).loss
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "tensorwise", "delayed"])
+def test_eight_bit_layers_train_on_rows_of_any_length_packed_and_padded(
+    folder: Path, in_16_bits: tuple[Tensor, float], recipe: str
+) -> None:
+    """In 16 bits these rows have 26 tokens padded, and packed any number up to 40."""
+    expected, expected_loss = in_16_bits
+    packing = BatchingConfig(enabled=True, train_mb_tokens=40, logprob_mb_tokens=40, sequence_length_round=1)
     for changes in ({"sequence_packing": packing}, {}):
         with worker_of(fp8_settings(folder, recipe, **changes), GPU) as worker:
             worker.prepare_for_lp_inference()
-            difference = (worker.get_logprobs(batch) - expected).abs()
+            difference = (worker.get_logprobs(ODD_ROWS) - expected).abs()
             worker.prepare_for_training()
-            (loss,) = worker.train(batch, NLLLoss()).loss
+            (loss,) = worker.train(ODD_ROWS, NLLLoss()).loss
         logger.info(
             "%s, %s: mean %.2e loss %.4f of %.4f", recipe, list(changes), difference.mean(), loss, expected_loss
         )

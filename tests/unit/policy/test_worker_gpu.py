@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -63,12 +64,17 @@ def losses(folder, width=14, **changes) -> tuple[list[float], torch.Tensor]:
         worker.shutdown()
 
 
+@pytest.fixture(scope="module")
+def resident(tmp_path_factory) -> tuple[Path, list[float], torch.Tensor]:
+    """A model's folder, and the losses and weights of a run that moves nothing."""
+    folder = tmp_path_factory.mktemp("model")
+    save_family(folder, "qwen3")
+    return folder, *losses(folder, colocated=False)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_losses_logprobs_and_weights_are_bitwise_those_without_any_residency(variant, tmp_path):
-    folder = tmp_path
-    make_qwen3(seed=0).save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    expected, expected_weights = losses(folder, colocated=False)
+def test_losses_logprobs_and_weights_are_bitwise_those_without_any_residency(variant, resident):
+    folder, expected, expected_weights = resident
     values, weights = losses(folder, **VARIANTS[variant])
     assert values == expected
     assert torch.equal(weights, expected_weights)
