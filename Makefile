@@ -5,7 +5,8 @@
 # make test-fast  the CPU tests that start no other processes and train no models, in a minute or two
 # make test-models every family of models with an engine and over two ranks; writes benchmarks/results/models.json and the
 #                 table of docs/reference/models.md. ONLY="gemma2 or olmoe" make test-models for rows with one of these in their names
-# make test-gpu   tests that need a GPU (see README.md for its set-up)
+# make test-gpu   tests that need a GPU (see README.md for its set-up); GPU_TESTS="FILES -k NAMES" for an area of
+#                 docs/contributing.md
 # make house      prints figures of the structure: imports, sizes, ways to the model; an error if one is above its limit
 # make setup      the virtual environment .venv for a machine without a GPU
 # make setup-gpu  the same for a machine with GPUs; what must be compiled is compiled once and kept (requirements/build.py)
@@ -19,6 +20,7 @@ UV := .tools/bin/uv
 PYTHON := .venv/bin/python
 SEED ?= 42
 TEST_PROCESSES ?= 2
+GPU_TESTS ?=
 PYTEST := $(PYTHON) -m pytest --numprocesses $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder
 # The newest Python 3.12 of pyenv, else one on the PATH that really runs (a pyenv shim of an inactive version does not),
 # else none: uv then looks for one itself.
@@ -72,7 +74,7 @@ test-models: setup
 	$(PYTHON) -m nemo_offload_rl.models.page
 
 test-gpu:
-	python3 -m pytest -m gpu
+	python3 -m pytest -m gpu --durations=0 --durations-min=5 $(GPU_TESTS)
 
 setup: .venv/.cpu
 
