@@ -153,9 +153,10 @@ def export_hf_folder(
                 for own_name, part in [(hub.of(name), value)] if is_stacked else hub.divided(name, value):
                     files.add(own_name, part.to("cpu", copy=True).contiguous())
         if is_writer:
-            for name in [] if source is None else source.shapes:
-                if (is_part and is_of_towers(name, place)) or (unread is not None and re.search(unread, name)):
-                    files.add(name, source.read_whole(name).clone())
+            if source is not None:
+                for name in source.shapes:
+                    if (is_part and is_of_towers(name, place)) or (unread is not None and re.search(unread, name)):
+                        files.add(name, source.read_whole(name).clone())
             if is_part:
                 files.close()
                 _export_whole_config(config, settings, folder)
