@@ -340,7 +340,7 @@ def parse() -> argparse.Namespace:
     for size in SIZES:
         parser.add_argument(f"--{size.replace('_', '-')}", type=int, help="if not as the shape has it")
     for size in CHOSEN_SIZES:
-        help_text = "responses of our passes, if not as the shape has it; auto: by the plan"
+        help_text = "responses of our passes, in place of the shape's; auto: the plan chooses"
         parser.add_argument(f"--{size.replace('_', '-')}", type=size_of, metavar="N|auto", help=help_text)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--timeout-s", type=float, default=540.0, help="for each side, with its start")

@@ -107,7 +107,7 @@ def _config(name: str) -> Any:
 
 
 def num_parameters(name: str) -> int:
-    """Of a shape of that name; a tied embedding counts once."""
+    """Count the parameters of a shape; a tied embedding counts once."""
     return sum(parameter.numel() for parameter in _model(name, "meta").parameters())
 
 
@@ -120,7 +120,7 @@ def _model(name: str, device: str) -> Any:
 
 
 def is_written(path: Path, name: str) -> bool:
-    """Whether the folder has all of a model of this shape: the tokenizer is written last."""
+    """Tell whether the folder has all of a model of this shape: the tokenizer is written last."""
     done = path / "tokenizer_config.json"
     return done.exists() and HYBRID_SHAPES[name].items() <= json.loads((path / "config.json").read_text()).items()
 

@@ -279,7 +279,7 @@ class Report:
 
 
 def overrides_of(arguments: argparse.Namespace, model: Path) -> list[str]:
-    """What the command line changes of a configuration, its own overrides left out."""
+    """List the overrides that stand for the options of the command line."""
     overrides = [
         f"policy.model_name={model}",
         f"logger.log_dir={arguments.out / 'run'}",
@@ -303,8 +303,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="14B", choices=[*SHAPES, *MOE_SHAPES, *HYBRID_SHAPES])
     parser.add_argument("--config", type=Path, help="large_model_14b.yaml without it, on CPU grpo_gpu.yaml")
-    parser.add_argument("--gpus", type=int, metavar="N", help="if not as the configuration has it")
-    parser.add_argument("--prompts", type=int, metavar="N", help="of a step, all responses to which are one batch")
+    parser.add_argument(
+        "--gpus", type=int, metavar="N", help="GPUs, in place of the configuration's; with --cpu workers"
+    )
+    parser.add_argument(
+        "--prompts", type=int, metavar="N", help="prompts of a step, all of whose responses are one batch"
+    )
     parser.add_argument("--long-tail", action="store_true", help="each response ends at a length of its own")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--cpu", action="store_true", help="the DTensor backend and a few short responses")

@@ -25,7 +25,7 @@ class SampledGroups:
     """The groups of one step.
 
     Attributes:
-        trained: What the policy is trained on: whole groups, or with `places` single rollouts, as groups of one.
+        trained: Rollouts for training: whole groups, or with `places` single rollouts, each a group of one.
         sampled: All sampled groups, trained ones included; metrics of rollouts use them.
         num_batches: Number of generation batches drawn.
         age: Mean number of steps between the weights that the rollouts began with and those being trained.
@@ -54,7 +54,7 @@ class SampledGroups:
         return values_PG
 
     def row_places(self) -> Tensor:
-        """[R] int64: for each row of `trained.collate`, the index of its rollout in the values of `in_groups`."""
+        """Return [R] int64, the place of each row of `trained.collate` in the flattened values of `in_groups`."""
         owners = self.trained.row_owners()
         return owners if self.places is None else self.places[owners]
 
@@ -101,22 +101,23 @@ def sample_until_full(
     if len(sampled) < max_batches:
         return None
     raise DataError(
-        f"dynamic sampling found {num_kept} of {num_wanted} {drops} with differing rewards in {max_batches} batches: "
-        f"the prompts are too easy or too hard; change the data, or raise grpo.dynamic_sampling_max_gen_batches"
+        f"dynamic sampling found {num_kept} of {num_wanted} {drops} to learn from in {max_batches} batches: rewards "
+        "hardly differ within a group, since the prompts are too easy or too hard; change the data, or raise "
+        "grpo.dynamic_sampling_max_gen_batches"
     )
 
 
 def in_varied_groups(batch: RolloutBatch) -> Tensor:
-    """[P, G] bool: rollouts of groups whose rewards differ and whose prompt is not too long."""
+    """Mark [P, G] the rollouts of groups whose rewards differ and whose prompt is not too long."""
     is_trained_PG = (batch.loss_multipliers() != 0).reshape(batch.num_prompts, batch.group_size)
     useful_P1 = (is_trained_PG.all(dim=1) & ~batch.constant_groups())[:, None]
     return useful_P1.expand_as(is_trained_PG)
 
 
 def among_varied_others(batch: RolloutBatch) -> Tensor:
-    """[P, G] bool: scored rollouts such that the rewards of the others in their group differ.
+    """Mark [P, G] the scored rollouts of such groups for which the rewards of the group's other rollouts differ.
 
-    NeMo-RL drops a response whose leave-one-out deviation is 0: the only right or only wrong one of its group, too.
+    NeMo-RL drops the others, whose leave-one-out deviation is 0, such as the only right one of a group.
     """
     size = batch.group_size
     others = torch.tensor([[other for other in range(size) if other != one] for one in range(size)], dtype=torch.int64)

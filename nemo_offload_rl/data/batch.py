@@ -3,7 +3,7 @@
 Shape suffixes: B samples, S positions (right-padded), V vocabulary.
 
 Routing, in arrays [..., layers, experts per token]: the experts that the engine chose for each token, in every decoder
-layer. Layers without experts, and tokens of which nothing is known, have zeros: a token whose experts in a layer are
+layer. Layers without experts, and tokens whose experts are unknown, have zeros: a token whose experts in a layer are
 not distinct has no routing there, and the model chooses its experts. The type is uint8, or int16 above 256 experts.
 
 Logprob convention, everywhere in this package: `logprobs_BS[b, t]` is log p(token t | tokens before t) and column 0

@@ -49,8 +49,8 @@ class VllmConfig:
     expert_parallel_size: Annotated[
         int,
         doc(
-            "Devices of an engine that share out whole experts: `tensor_parallel_size`, or 1 to split every expert "
-            "over them. The memory is the same, and numbers differ by rounding only.",
+            "Number of an engine's devices that whole experts are distributed over: `tensor_parallel_size`, or 1 to "
+            "split every expert over all devices. The memory is the same, and numbers differ by rounding only.",
             ge=1,
         ),
     ] = 1

@@ -280,9 +280,10 @@ class GrpoSectionConfig(RolloutSectionConfig):
     dynamic_sampling_drops: Annotated[
         Literal["groups", "responses"],
         doc(
-            "What dynamic sampling drops. `responses` also drops a response if the rewards of the others of its group "
-            "are all equal, such as the only right one; the step is filled with responses of further prompts, and "
-            "baselines are those of the kept part of a group. NeMo-RL does so with `use_leave_one_out_baseline`."
+            "`groups`: dynamic sampling drops whole groups only. `responses`: it also drops a response if the rewards "
+            "of the others of its group are all equal, such as the only right one. The step is then filled with "
+            "responses to further prompts, and baselines are those of the kept part of a group. NeMo-RL does so with "
+            "`use_leave_one_out_baseline`."
         ),
     ] = "groups"
     dynamic_sampling_max_gen_batches: Annotated[

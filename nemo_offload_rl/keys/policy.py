@@ -256,7 +256,7 @@ class TeacherConfig:
 
 @section
 class RouterReplayConfig:
-    """`policy.router_replay`: which experts a mixture's tokens pass through in training."""
+    """`policy.router_replay`: the choice of the experts that a mixture's tokens pass through in training."""
 
     enabled: Annotated[
         bool,
@@ -272,7 +272,7 @@ class RouterReplayConfig:
 class RolloutKeys:
     """Keys of `policy` in runs with an engine."""
 
-    router_replay: Annotated[RouterReplayConfig, doc("Which experts tokens pass through in training.")]
+    router_replay: Annotated[RouterReplayConfig, doc("Choice of the experts that tokens pass through in training.")]
 
     refit_buffer_size_gib: Annotated[
         float, doc("Size in GiB of each of the two buffers that transfer weights to the engine.", gt=0)

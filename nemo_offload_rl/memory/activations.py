@@ -66,7 +66,8 @@ class ModelMemory:
         hidden_bytes: Hidden states.
         outer_bytes: Kept outside of the layers: the last norm, masks, rotary angles.
         layers: Memory of each layer.
-        layer_bytes: Copies of the largest layer in the compute type; one rank makes none of frozen parameters in it.
+        layer_bytes: Copies of the largest layer's parameters in the compute type. A lone rank copies no frozen
+            parameters that are in that type.
         layer_cast_bytes: The largest of those.
         root_bytes: Copies of the parameters outside of layers in the compute type.
         root_cast_bytes: The largest of those.
@@ -350,7 +351,7 @@ def _trace(model: _Model, row: _Row, *, is_compiled: bool, in_place: bool) -> Mo
         for parameter in causal_lm.parameters()
         if parameter not in inside
     }
-    # Of a frozen model that is read in place, adapters alone are cast.
+    # Passes that read a frozen model in place copy only the adapters.
     is_copied = (lambda it: model.lora is not None and it.requires_grad) if in_place else (lambda it: True)
     of_layers = [[it.nbytes for it in layer.parameters() if is_copied(it)] for layer in layers]
     of_root = [size for it, size in root.items() if is_copied(it)]

@@ -30,8 +30,8 @@ _ATTENTION_SHARE, _ATTENTION_BACKWARD = 0.5, 2.5
 # Small operations that the host launches for a layer: forward and backward pass.
 _DTENSOR_LAUNCHES, _MEGATRON_LAUNCHES = (200, 780), (500, 420)
 # The same of a rank that is alone and does without FSDP's work. Fitted to training passes of 0.6 B on two hosts whose
-# launches take 6.8 and 10.1 us (`grpo_bound_dtensor.json`, `grpo_vs_peers_slow_host.json`), in the same ratio for both
-# directions.
+# launches take 6.8 and 10.1 us (`grpo_bound_dtensor.json`, `grpo_vs_peers_slow_host.json`), with one factor for both
+# passes.
 _ALONE_LAUNCHES = (120, 470)
 # The same of layers that are not compiled, and how often they read and write their tensors more than compiled ones do.
 _EAGER_LAUNCHES, _EAGER_PASSES = (460, 840), (30, 60)

@@ -607,12 +607,12 @@ def state_mixer(config: ModelConfig) -> str | None:
 
 
 def has_shared_keys(config: ModelConfig) -> bool:
-    """Whether layers attend to keys and values of earlier ones (Gemma 4 E2B and E4B)."""
+    """Tell whether layers attend to keys and values of earlier ones (Gemma 4 E2B and E4B)."""
     return bool(config.get("num_kv_shared_layers"))
 
 
 def unread_tensors(config: ModelConfig) -> str | None:
-    """Return a regular expression of names in published files that no layer reads, but vLLM asks for; None for none."""
+    """Return a pattern of the names of published weights that no layer reads but vLLM asks for; None for none."""
     if not has_shared_keys(config):
         return None
     num_layers, num_sharing = config["num_hidden_layers"], config["num_kv_shared_layers"]

@@ -145,9 +145,9 @@ def untold_experts(config: ModelConfig) -> str | None:
     if not shape.num_experts:
         return "no experts"
     if shape.num_active_experts == 1:
-        return "one expert for each token, which cannot be told from no expert"
+        return "one expert for each token, which cannot be told from none"
     if (kind := config.get("model_type")) in _UNTOLD:
-        return f"model_type {kind}, of which vLLM 0.25.1 does not find the number of experts per token"
+        return f"model_type {kind}, for which vLLM 0.25.1 does not find the number of experts per token"
     family = family_of(config)
     everywhere = (windows.everywhere, windows.where_used)
     if family is not None and family.has_window in everywhere and family.has_window(config):

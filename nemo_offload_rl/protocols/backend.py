@@ -27,7 +27,7 @@ type HostView = Callable[[Tensor], Tensor | None]
 
 
 def all_on_device(_tensor: Tensor) -> None:
-    """Return None, as a `HostView` of state that is all on the device."""
+    """Return None: the `HostView` of state that is all on the device."""
 
 
 def compute_dtype(precision: str) -> torch.dtype:

@@ -75,10 +75,10 @@ def joined_versions(parts: Iterable[Iterable[tuple[int, int]]]) -> Versions:
 
 
 def joined_routing(before: np.ndarray | None, later: np.ndarray | None) -> np.ndarray | None:
-    """Join the routing of a conversation's tokens that the engine returned for its beginning, and for more of it.
+    """Join the routing of a conversation's beginning with that of a later request, which covers more of it.
 
     Args:
-        before: Routing of the first tokens, which stays: the routing with which the next ones were sampled.
+        before: Routing of the first tokens; it is kept, since the tokens after these were sampled with it.
         later: Routing from the first token on, of a later request whose prompt begins with those tokens.
     """
     if before is None or later is None:

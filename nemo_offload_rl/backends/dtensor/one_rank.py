@@ -85,7 +85,7 @@ class _OneRankGroup(FSDPParamGroup):
         if parameter.param_dtype is None and not parameter.sharded_param.requires_grad:
             parameter.all_gather_outputs = [source]
             parameter.init_unsharded_param()
-            parameter.all_gather_outputs = []  # FSDP frees the memory of those
+            parameter.all_gather_outputs = []  # FSDP would free the memory of tensors listed here
             return
         parameter.init_all_gather_outputs(
             [source.numel()], [parameter.param_dtype or source.dtype], 1, self.device, force_recreate=False

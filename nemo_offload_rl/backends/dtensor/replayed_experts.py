@@ -23,7 +23,7 @@ _TOP_K = (torch.topk, Tensor.topk)
 
 
 class ReplayedExperts:
-    """Makes a model's mixtures use the experts of `use`.
+    """Makes a model's mixtures use the experts that `use` gets.
 
     The experts stay in use for the backward pass, in which layers may be computed again.
 

@@ -209,8 +209,8 @@ def host_held_layers_pass_on_hidden_states(cfg: PolicyRun) -> str | None:
     if model is None or not has_shared_keys(model):
         return None
     return (
-        "policy.dtensor_cfg.cpu_offload is true, but layers of the model attend to keys and values of earlier layers, "
-        "which pass through the device one by one; set it to false"
+        "policy.dtensor_cfg.cpu_offload is true, so layers pass through the device one by one, but some layers of the "
+        "model need keys and values of earlier layers; set it to false"
     )
 
 

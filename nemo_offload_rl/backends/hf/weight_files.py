@@ -347,12 +347,12 @@ class HubNames:
 class LanguageModelFiles:
     """The language model's tensors in a folder that reads images too, named as in a folder of text alone.
 
-    Experts are one tensor each, also where the files have them stacked.
+    Each expert has tensors of its own, even if the files have stacked experts.
 
     Args:
-        files: The whole folder's.
+        files: All tensors of the folder.
         model_type: The language model's family.
-        hidden_size: The language model's, by which stacked experts with swapped dimensions are known.
+        hidden_size: Hidden size of the language model; its place in a shape shows whether dimensions are swapped.
 
     Attributes:
         shapes: Shape of each tensor.

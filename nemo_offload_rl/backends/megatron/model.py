@@ -199,7 +199,7 @@ def _predicting_layers(hf_config: Any) -> range:
 
 
 def _without_predictions(hf_config: Any) -> Any:
-    """Copy a config without layers for multi-token prediction, of which the bridge would export copies (GLM-4.7)."""
+    """Copy a config without layers for multi-token prediction, which the bridge would export too (GLM-4.7)."""
     own = copy.deepcopy(hf_config)
     if getattr(own, "num_nextn_predict_layers", None):
         own.num_nextn_predict_layers = 0

@@ -22,7 +22,7 @@ _NO_BACKWARD = -1
 
 
 class ReplayedExperts:
-    """Makes the routers of a model's chunks use the experts of `use`, and their own choice at first."""
+    """Makes the routers of a model's chunks use the experts that `use` gets, and until then their own choice."""
 
     def __init__(self, chunks: Sequence[Any]) -> None:
         self._replays: list[tuple[int, RouterReplay]] = []

@@ -112,7 +112,7 @@ def states_problem(config: Mapping[str, Any], cfg: MegatronConfig) -> str | None
     if (size := cfg.context_parallel_size) > 1:
         return (
             f"{KEY}.context_parallel_size is {size}, but models of type {config['model_type']} carry states along rows "
-            "(linear attention), and that backend does not share such rows between devices; set it to 1"
+            "(linear attention), and the Megatron backend does not split such rows over devices; set it to 1"
         )
     if (size := cfg.tensor_model_parallel_size) > 1 and not cfg.sequence_parallel:
         return (

@@ -110,7 +110,7 @@ def replayed_experts_are_told(cfg: RolloutMasterConfig) -> str | None:
     model = local_model_config(cfg)
     if model is None or (reason := untold_experts(model)) is None:
         return None
-    return f"{_REPLAY}, but config.json of {cfg.policy.model_name} has {reason}; set it to false"
+    return f"{_REPLAY}, but config.json of {cfg.policy.model_name} has {reason}; set enabled to false"
 
 
 def engines_share_out_experts_over_their_devices(cfg: RolloutMasterConfig) -> str | None:

@@ -52,7 +52,8 @@ class RefitCpuWorker(CPUWorker):
     groups (MiniMax-M2) get one. Its attention kernel takes sinks (gpt-oss) in bfloat16 only, so they are rounded. Its
     rotary kernel rotates only one head of queries of shape [tokens, heads, size] (DeepSeek-V3), so these use the native
     implementation. Its gated delta nets take bfloat16 only (Qwen3-Next, Qwen3.5) or a GPU (OLMo Hybrid), so
-    transformers' functions replace them. Its experts do not say which of them a token was sent to.
+    transformers' functions replace them. Its experts do not report which of them a
+    token was sent to, so replacements do.
     """
 
     def init_device(self) -> None:
@@ -87,7 +88,7 @@ class RefitCpuWorker(CPUWorker):
         super().load_model(load_dummy_weights=load_dummy_weights)
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """Start as vLLM does, and have experts tell vLLM's record of routing, if there is one."""
+        """Start as vLLM does, and have experts report to vLLM's record of routing, if there is one."""
         super().initialize_from_config(kv_cache_config)
         for module in self.vllm_config.compilation_config.static_forward_context.values():
             if isinstance(module, MoERunner):
@@ -106,7 +107,7 @@ def _told_experts(self: Any, layer: Any, x: Tensor, topk_weights: Tensor, topk_i
 
 
 def _prepare_experts(self: Any, layer: Any) -> None:
-    """Prepare this worker's experts; others give 0. vLLM 0.25.1 on a CPU takes numbers of all experts for its own."""
+    """Prepare this worker's experts, and zeros for others: vLLM 0.25.1 indexes by an expert's number among all."""
     _prepare(self, layer)
     if layer.expert_map is None:
         return
@@ -225,7 +226,7 @@ def _plain_experts(
     if moe.routing_method in (RoutingMethodType.Renormalize, RoutingMethodType.RenormalizeNaive):
         weights = weights / weights.sum(-1, keepdim=True)
     result = torch.zeros_like(hidden_states)
-    first = moe.moe_parallel_config.ep_rank * len(w1)  # of this worker's whole experts
+    first = moe.moe_parallel_config.ep_rank * len(w1)  # number of this worker's first expert
     for expert in range(len(w1)):
         tokens, places = (chosen == first + expert).nonzero(as_tuple=True)
         gate, up = nn.functional.linear(

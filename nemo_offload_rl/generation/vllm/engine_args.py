@@ -25,8 +25,8 @@ _CPU_BATCH_TOKENS = 4096  # vLLM's default for CPUs
 _EMPTY = "dummy_"  # vLLM asks with an empty config first, whose type begins so
 _SOCKET_FOLDER = "VLLM_RPC_BASE_PATH"
 
-# In every process that reads the arguments, since vLLM warns of any `scheduler_cls` that asynchronous scheduling may be
-# off. With this one it is not. A level would be lost when vLLM configures its loggers.
+# vLLM warns that asynchronous scheduling may be off with a `scheduler_cls`; with ours it is on. Every process that
+# reads the arguments would warn. A filter stays when vLLM configures its loggers, where a level would be lost.
 logging.getLogger("vllm.config.scheduler").addFilter(lambda record: "custom scheduler class" not in str(record.msg))
 
 
@@ -141,8 +141,9 @@ def engine_args(settings: VllmSettings, device_type: str) -> dict[str, Any]:
         # Other kernels reformat the weights of experts once after loading, and refits bring them in the plain format.
         arguments["moe_backend"] = "triton"
         if "additional_config" not in arguments:
-            # For prompts of gated delta nets vLLM 0.25.1 takes FlashInfer's kernel on Hopper GPUs, also where
-            # FlashInfer is not installed. It compiles that kernel at the first prompt, which takes nvcc.
+            # For prompts of gated delta nets vLLM 0.25.1 chooses FlashInfer's kernel on Hopper GPUs, even if FlashInfer
+            # is not installed, and compiles it at the first prompt, which needs nvcc. vLLM writes this argument into
+            # `additional_config`. With kept KV blocks that has our settings; models with such nets keep none.
             arguments["gdn_prefill_backend"] = "triton"
         if settings.vllm_kwargs.get("async_scheduling") is False:
             # The only argument that is allowed and turns it off; vLLM itself does so on a CPU.

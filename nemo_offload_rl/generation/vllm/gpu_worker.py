@@ -11,10 +11,10 @@ _OTHERS_TOOK = "Memory usage increased after sleeping"
 
 
 class SharingWorker(Worker):
-    """Sleeps also where another process takes more memory meanwhile than the engine frees.
+    """Lets the engine sleep even if another process meanwhile takes more memory than the engine frees.
 
-    vLLM 0.25.1 compares the GPU's free memory before and after, and takes less for an error of its own, with which it
-    would end the run. By then all memory of the engine is free.
+    vLLM 0.25.1 compares the GPU's free memory before and after. If it has shrunk, vLLM assumes an error of its own and
+    raises, which would end the run, although all memory of the engine is free by then.
     """
 
     def sleep(self, level: int = 1) -> None:

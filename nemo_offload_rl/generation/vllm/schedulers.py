@@ -46,8 +46,8 @@ class KeptKvSettings:
 def slots_of_decoding(manager: KVCacheManager) -> Callable[..., KVCacheBlocks | None]:
     """Return `manager.allocate_slots` with a short way for a token inside of a block that its request has.
 
-    That request needs no block then, and no block becomes full, whose contents could be found by other requests. Models
-    whose layers have several kinds of caches, or give blocks back, have no short way.
+    Such a token needs no new block. It fills none either, so no block has to be recorded for other requests with the
+    same prefix. Models whose layers have several kinds of caches, or give blocks back, have no short way.
     """
     usual, groups, none = manager.allocate_slots, manager.kv_cache_config.kv_cache_groups, manager.empty_kv_cache_blocks
     if len(groups) != 1 or type(groups[0].kv_cache_spec) is not FullAttentionSpec:
@@ -139,12 +139,9 @@ class _AsyncKeeping(_Keeping, AsyncScheduler):
 
 def rollout_scheduler(*, vllm_config: Any, **arguments: Any) -> Scheduler:
     """Make the scheduler of an engine; arguments as of vLLM's."""
-    kinds = (
-        (_Keeping, _AsyncKeeping)
-        if isinstance(vllm_config.additional_config, KeptKvSettings)
-        else (
-            _Decoding,
-            _AsyncDecoding,
-        )
-    )
-    return kinds[bool(vllm_config.scheduler_config.async_scheduling)](vllm_config=vllm_config, **arguments)
+    is_async = vllm_config.scheduler_config.async_scheduling
+    if isinstance(vllm_config.additional_config, KeptKvSettings):
+        kind = _AsyncKeeping if is_async else _Keeping
+    else:
+        kind = _AsyncDecoding if is_async else _Decoding
+    return kind(vllm_config=vllm_config, **arguments)

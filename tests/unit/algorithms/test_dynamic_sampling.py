@@ -77,5 +77,5 @@ def test_data_that_end_before_the_step_is_full_give_no_step():
 
 
 def test_too_few_useful_groups_are_an_error_that_says_how_many_there_were():
-    with pytest.raises(DataError, match="found 3 of 4 groups with differing rewards in 3 batches"):
+    with pytest.raises(DataError, match="found 3 of 4 groups to learn from in 3 batches"):
         sample_until_full(iter([make_batch([[1, 0], [1, 1]])] * 9), num_prompts=4, max_batches=3)

@@ -194,7 +194,7 @@ BROKEN: dict[str, list[tuple[list[str], str, dict[str, Any] | None]]] = {
         ),
         (
             [f"{KEY}.context_parallel_size=2", "policy.make_sequence_length_divisible_by=4", TWO_WORKERS],
-            "does not share such rows between devices; set it to 1",
+            "does not split such rows over devices; set it to 1",
             {**EXPERTS, "model_type": "qwen3_next"},
         ),
         (

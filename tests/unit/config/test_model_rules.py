@@ -379,9 +379,9 @@ def test_layers_in_8_bits_have_whole_blocks(
 @pytest.mark.parametrize(
     ("family", "sizes", "overrides", "words"),
     [
-        ("qwen3-tied", {}, [], "has no experts; set it to false"),
+        ("qwen3-tied", {}, [], "has no experts; set enabled to false"),
         ("qwen3_moe", {"num_experts_per_tok": 1}, [], "has one expert for each token"),
-        ("hunyuan_moe-tied", {}, [], "model_type hunyuan_v1_moe, of which vLLM 0.25.1 does not find"),
+        ("hunyuan_moe-tied", {}, [], "model_type hunyuan_v1_moe, for which vLLM 0.25.1 does not find"),
         ("mixtral-window-tied", {}, [], "has a sliding window in all layers"),
         ("qwen3_moe", {}, ["policy.generation.vllm_cfg.precision=fp8"], "an engine on a CPU with .*precision fp8"),
         ("qwen3_moe", {}, [], None),

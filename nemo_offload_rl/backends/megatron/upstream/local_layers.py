@@ -93,7 +93,7 @@ class LatentAttention(DotProductAttention):
 
 
 class LocalDeltaNet(GatedDeltaNet):
-    """Gated delta net by torch's operations, for padded rows; Megatron-core's asks for flash-linear-attention.
+    """Gated delta net by torch's operations, for padded rows; Megatron-core's needs flash-linear-attention.
 
     Args:
         config: Megatron's config.
@@ -103,7 +103,7 @@ class LocalDeltaNet(GatedDeltaNet):
 
     def __init__(self, config: Any, *args: Any, **options: Any) -> None:
         in_torch = copy(config)
-        in_torch.deterministic_mode = True  # by which Megatron-core leaves kernels out
+        in_torch.deterministic_mode = True  # Megatron-core then uses no kernels
         has_kernels, delta_nets.HAVE_FLA = delta_nets.HAVE_FLA, True
         try:
             super().__init__(in_torch, *args, use_qk_l2norm=False, **options)
@@ -114,7 +114,7 @@ class LocalDeltaNet(GatedDeltaNet):
 
 
 def _normalized_delta_rule(queries: Tensor, keys: Tensor, values: Tensor, **options: Any) -> Any:
-    """Compute the gated delta rule with queries and keys [B, L, H, D] of length 1."""
+    """Compute the gated delta rule with queries and keys [B, L, H, D] that are normalized to length 1 before."""
     queries, keys = (states * (states.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for states in (queries, keys))
     return torch_chunk_gated_delta_rule(queries, keys, values, **options)
 
