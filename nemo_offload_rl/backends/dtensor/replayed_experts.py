@@ -1,7 +1,7 @@
 """Router replay: the mixtures of a Hugging Face model use given experts, and weigh them as their family does.
 
 The routers of all families choose with `torch.topk` over a token's scores of all experts, and take from its result
-either the values or the indices to look up other scores. So one replacement of that result serves all of them.
+either the values or the indices to look up other scores. So one replacement of that result serves all families.
 
 Shape suffixes: T tokens of the model's input, D decoder layers, K experts per token, E experts of a layer.
 """

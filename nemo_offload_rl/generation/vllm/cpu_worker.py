@@ -52,8 +52,8 @@ class RefitCpuWorker(CPUWorker):
     groups (MiniMax-M2) get one. Its attention kernel takes sinks (gpt-oss) in bfloat16 only, so they are rounded. Its
     rotary kernel rotates only one head of queries of shape [tokens, heads, size] (DeepSeek-V3), so these use the native
     implementation. Its gated delta nets take bfloat16 only (Qwen3-Next, Qwen3.5) or a GPU (OLMo Hybrid), so
-    transformers' functions replace them. Its experts do not report which of them a
-    token was sent to, so replacements do.
+    transformers' functions replace them. Its mixtures do not report the experts that they choose for a token, so
+    replacements do.
     """
 
     def init_device(self) -> None:
