@@ -18,7 +18,7 @@ from tiny_models import make_tokenizer
 from nemo_offload_rl.keys.generation import SamplingSettings
 
 SIZES = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "moe_intermediate_size": 256}
-EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "num_hidden_layers": 4, "initializer_range": 0.1}
+EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "num_hidden_layers": 4, "initializer_range": 0.05}
 # On a GPU prompts are computed in chunks, and the cache holds two or three of the longest responses.
 ON_GPU: dict[str, Any] = {"precision": "bfloat16", "kv_cache_memory_gib": 2**-8}
 CHUNKS = {"enable_chunked_prefill": True, "max_num_batched_tokens": 256}

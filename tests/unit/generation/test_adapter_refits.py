@@ -107,4 +107,4 @@ def test_on_a_gpu_adapters_survive_sleep_and_graphs_and_answers_are_those_of_mer
         num_same = next((place for place, (one, other) in enumerate(pairs) if one != other), len(pairs))
         assert num_same > 0  # merged weights are rounded to bfloat16, so later tokens may be another of the likeliest
         logprobs_of_both = [torch.tensor(one[:num_same]) for one in (logprobs, other_logprobs)]
-        assert relative_difference(*logprobs_of_both) < 5e-2
+        assert relative_difference(*logprobs_of_both) < 0.1  # without the adapters 0.8 or more

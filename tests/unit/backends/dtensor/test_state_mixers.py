@@ -106,7 +106,8 @@ def test_packed_rows_on_a_gpu_have_the_logprobs_of_each_row_alone(tmp_path: Path
     batch = long_batch()
     expected = alone(model, batch).detach()
     on_gpu = ProcessInfo(rank=0, world_size=1, init_method="", device="cuda:0")
-    with worker_of(make_settings(tmp_path, precision="bfloat16", **PACKED), on_gpu) as worker:
+    settings = make_settings(tmp_path, precision="bfloat16", train_global_batch_size=len(LENGTHS), **PACKED)
+    with worker_of(settings, on_gpu) as worker:
         worker.prepare_for_lp_inference()
         assert (worker.get_logprobs(batch) - expected).abs().mean() < 0.02
         worker.prepare_for_training()
