@@ -37,10 +37,13 @@ class ServedAdapters:
     Attributes:
         max_rank: Rank of vLLM's buffers for them.
         modules: Last names of the layers that may have one.
+        with_weights: Refits bring the model's own weights too, since the engine discards them when it sleeps.
+            Otherwise they come from the model's folder, once.
     """
 
     max_rank: int
     modules: tuple[str, ...]
+    with_weights: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +58,7 @@ class VllmSettings(VllmConfig):
         endpoint: Settings of the HTTP server; None without `expose_http_server`.
         kept_kv_bytes: Most bytes of unfinished responses' KV blocks that each worker keeps on the host while the engine
             sleeps; None if the engine drops all of them.
-        adapters: The policy's adapters, if the engine applies them itself: refits bring nothing else, and the model's
-            own weights come from its folder. None if refits bring all weights.
+        adapters: The policy's adapters, if the engine applies them itself; None if refits bring merged weights.
         returns_routed_experts: Responses come with the routing of their tokens.
     """
 

@@ -229,10 +229,9 @@ class GenerationConfig:
     enable_lora: Annotated[
         bool | None,
         doc(
-            "With adapters (LoRA): the engine applies them itself, so it reads the model's weights once, from the "
-            "model's folder, and refits send the adapters alone. With false, refits send weights with the adapters "
-            "merged into them. null is true for an engine with devices of its own that can (docs/guides/lora.md), else "
-            "false."
+            "With adapters (LoRA): the engine applies them itself. Refits send the adapters alone, and to an engine "
+            "that sleeps the model's own weights too. With false, refits send weights with the adapters merged into "
+            "them. null is true for an engine with devices of its own that can (docs/guides/lora.md), else false."
         ),
     ] = None
     colocated: Annotated[ColocatedConfig, doc("Where the engines run.")]

@@ -79,7 +79,7 @@ class PolicySettings(RolloutKeys, TrainedPolicyConfig):
         engine_kv_cache_gib: Fixed size of the engine's KV cache, which that share does not limit; None if not fixed.
         engine_tensor_parallel_size: Devices that share one engine.
         engine_kept_kv_gib: Most GiB of KV blocks that the engine keeps on the host for this device while it sleeps.
-        sends_adapters: Refits send adapters alone, which the engine applies; otherwise all weights, merged.
+        sends_adapters: Refits send adapters, which the engine applies; otherwise weights with adapters merged.
         colocated: An engine shares this worker's device, and sleeps while the worker uses it.
         seed: Seed of the run.
     """
@@ -93,6 +93,11 @@ class PolicySettings(RolloutKeys, TrainedPolicyConfig):
     sends_adapters: bool
     colocated: bool
     seed: int
+
+    @property
+    def sends_weights(self) -> bool:
+        """Tell whether refits send the model's weights: merged, or as they are to an engine that lost them in sleep."""
+        return not self.sends_adapters or self.colocated
 
     @property
     def scheduler_phases(self) -> tuple[SchedulerSettings, ...]:

@@ -473,7 +473,7 @@ class Account:
         cfg = self.cfg
         if not isinstance(cfg, RolloutMasterConfig):
             return 0
-        if self._served_adapters is not None:
+        if not self.settings.sends_weights:
             return min(2 * int(cfg.policy.refit_buffer_size_gib * _GIB), 4 * self._elements.in_adapters)
         itemsize = COMPUTE_DTYPES[cfg.policy.generation.vllm_cfg.dtype].itemsize
         # A tensor that is larger than a buffer travels in one of its own size.
@@ -512,9 +512,8 @@ class Account:
 
     @property
     def refits_read_host(self) -> bool:
-        """Tell whether refits merge adapters into a frozen model that is on the host, one tensor after the other."""
-        is_away = BASE in self.plan.sizes and self.plan.plan.placement(BASE, Phase.REFIT) is Placement.HOST
-        return is_away and not self.settings.sends_adapters
+        """Tell whether refits read a frozen model on the host, one tensor after the other."""
+        return BASE in self.plan.sizes and self.plan.plan.placement(BASE, Phase.REFIT) is Placement.HOST
 
     @property
     def _largest_frozen_bytes(self) -> int:

@@ -28,7 +28,6 @@ SHARED_RESERVE_BYTES = 6 * _GIB
 # Names in messages for host memory other than state groups.
 ACTIVATIONS, LOADING, DEVICE_STATE = "offloaded activations", "loading", "state in use"
 PROCESS, ENGINE, KEPT_KV = "process", "engine", "the engine's kept KV blocks"
-SLEEPING = "the sleeping engine's weights"
 # Growth of a worker's process after its backend's libraries are imported: communicators, kernels, staging.
 GROWTH_BYTES = _GIB // 2
 # Main memory of whole processes, libraries and CUDA context included, without state: proportional set sizes of
@@ -129,8 +128,7 @@ def host_need(
         device_bytes: Memory of the worker's device.
         has_started: The worker's process has; otherwise it and the engine's process count whole.
         loaded: Rows whose state is in memory already.
-        engine_weight_bytes: Weights of an engine; None for the size of the worker's own on a CPU, and for those of an
-            engine on GPUs that sleeps already.
+        engine_weight_bytes: Weights of an engine on a CPU; None for the size of the worker's own.
     """
     sizes = expected.state
     if has_started:
@@ -145,8 +143,6 @@ def host_need(
                 engine_weight_bytes = sum(sizes.get(row, 0) for row in (PARAMS, PARAMS_PART, BASE))
             cache_bytes = int((settings.engine_kv_cache_gib or 0.0) * _GIB)
             other[ENGINE] = engine_weight_bytes + cache_bytes + ENGINE_PROCESS_BYTES["cpu"]
-    elif settings.sends_adapters and settings.colocated and engine_weight_bytes is not None:
-        other[SLEEPING] = engine_weight_bytes  # no refit brings them again
     if settings.engine_kept_kv_gib:
         other[KEPT_KV] = int(settings.engine_kept_kv_gib * _GIB)
     return HostNeed(settings, expected, device_bytes, other)
@@ -161,7 +157,7 @@ def _plain_plan(settings: PolicySettings, sizes_bytes: Mapping[str, int]) -> Res
         offload_optimizer_states=settings.backend.streamed_share > 0,
         streams_parameters=settings.backend.streams_parameters,
         optimizer_cpu_offload=settings.backend.keeps_optimizer_on_host,
-        refits_read_base=not settings.sends_adapters and settings.residency_overrides.get(BASE) != "host",
+        refits_read_base=settings.sends_weights and settings.residency_overrides.get(BASE) != "host",
         rows=frozenset(sizes_bytes),
     )
 
@@ -281,6 +277,5 @@ def host_bytes_by_owner(need: HostNeed, device_type: str, num_workers: int) -> d
     worker_bytes = processes[PROCESS] + sum(need.state_parts().values()) + in_use
     owners = {"policy": num_workers * worker_bytes}
     if ENGINE in processes:
-        kept_bytes = need.other.get(KEPT_KV, 0) + need.other.get(SLEEPING, 0)
-        owners["engine"] = num_workers * (need.other.get(ENGINE, processes[ENGINE]) + kept_bytes)
+        owners["engine"] = num_workers * (need.other.get(ENGINE, processes[ENGINE]) + need.other.get(KEPT_KV, 0))
     return {**owners, "driver": driver_bytes(need.settings, device_type)}

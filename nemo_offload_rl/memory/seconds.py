@@ -367,7 +367,7 @@ class _Step:
         cfg = self._cfg
         if not isinstance(cfg, RolloutMasterConfig):
             return 0.0
-        if self._account.settings.sends_adapters:
+        if not self._account.settings.sends_weights:
             return _REFIT_S
         weights = _BF16_BYTES * self._sizes.num_parameters / cfg.policy.generation.vllm_cfg.tensor_parallel_size
         rate = _GATHER_BYTES_PER_S if cfg.cluster.world_size > 1 else _REFIT_BYTES_PER_S

@@ -374,21 +374,22 @@ class PolicyWorker:
 
     def _new_sender(self) -> BucketSender:
         """Make this rank's sender: every rank sends on its own GPU, but only rank 0 to other devices and on CPU."""
-        if self._settings.sends_adapters:
-            specs = [WeightSpec(name, tuple(it.shape), it.dtype) for name, it in self._refit_weights()]
-        else:
-            specs = self._backend.weight_specs()
-        buffer_bytes = int(self._settings.refit_buffer_size_gib * 2**30)
+        settings, backend = self._settings, self._backend
+        specs = backend.weight_specs() if settings.sends_weights else []
+        if settings.sends_adapters:
+            specs += [WeightSpec(name, tuple(it.shape), it.dtype) for name, it in backend.named_adapters()]
+        buffer_bytes = int(settings.refit_buffer_size_gib * 2**30)
         if self._refit_group is not None:
             return NcclSender(specs, buffer_bytes, self._refit_group)
-        if self._backend.device.type == "cuda" and not self._sends_to_other_devices:
-            return CudaIpcSender(specs, buffer_bytes, self._backend.device)
-        return (SharedMemorySender if self._backend.rank_info.rank == 0 else DiscardingSender)(specs, buffer_bytes)
+        if backend.device.type == "cuda" and not self._sends_to_other_devices:
+            return CudaIpcSender(specs, buffer_bytes, backend.device)
+        return (SharedMemorySender if backend.rank_info.rank == 0 else DiscardingSender)(specs, buffer_bytes)
 
     def _refit_weights(self) -> Iterator[tuple[str, Tensor]]:
+        if self._settings.sends_weights:
+            yield from self._backend.named_weights(self.residency.host_view, merges=not self._settings.sends_adapters)
         if self._settings.sends_adapters:
-            return self._backend.named_adapters()
-        return self._backend.named_weights(self.residency.host_view)
+            yield from self._backend.named_adapters()
 
     def next_bucket(self, starts_copies: bool = True) -> WeightBucket | None:
         """Return the next bucket of the refit, None after the last; with `starts_copies`, start more copies out."""

@@ -265,10 +265,13 @@ class PolicyBackend(Protocol):
         """Describe what `named_weights` yields, in order; every rank calls this with the parameters on the device."""
         ...
 
-    def named_weights(self, host_view: HostView = all_on_device) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(
+        self, host_view: HostView = all_on_device, *, merges: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield full tensors under the names of the family's checkpoints, one at a time; a collective over all ranks.
 
-        With `host_view`, a frozen model under adapters may be on the host; DTensor then copies one tensor at a time.
+        Adapters are merged into their weights; without `merges` they are left out. With `host_view`, a frozen model
+        under adapters may be on the host; DTensor then copies one tensor at a time.
         Experts of a layer may be stacked (`generation/vllm/stacked_experts.py` has the form). A tensor may share memory
         with the parameter: copy it before the next optimizer step. It has the announced type, or float32 if a rounded
         copy might not fit the device; the receiver then rounds it while copying.

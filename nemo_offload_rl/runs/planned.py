@@ -86,7 +86,8 @@ def adapters_line(config: RolloutConfig) -> str | None:
     """Return how adapters reach the engine, in words; None if none are trained."""
     served = served_adapters(config)
     if isinstance(served, ServedAdapters):
-        return "the engine applies the policy's adapters itself: refits send the adapters alone"
+        sent = "the adapters and the model's own weights" if served.with_weights else "the adapters alone"
+        return f"the engine applies the policy's adapters itself: refits send {sent}"
     return None if served is None else f"refits send weights with the adapters merged into them, since {served}"
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ def answers(engine: Any) -> list[Any]:
 def main(folder: Path, path: Path) -> None:
     """Write tokens and logprobs with the adapters of seed 1, by an eager engine and by one with graphs.
 
-    The second engine applies adapters; it had those of seed 0 before, and slept.
+    The second engine applies adapters. It answers with them, with those of seed 0, and with them again, and discards
+    weights and adapters in a sleep before each.
     """
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     precision = str(dtype).removeprefix("torch.")
@@ -41,12 +43,14 @@ def main(folder: Path, path: Path) -> None:
     send_weights(engine, checkpoint_tensors(merged(model, random_adapters(model, 1))), 2**20)
     found = {"merged": answers(engine)}
     engine.shutdown()
-    engine = engine_here(engine_settings(folder, precision=precision, adapters=SERVED, **with_graphs()))
-    for seed in range(2):
+    served = replace(SERVED, with_weights=True)
+    engine = engine_here(engine_settings(folder, precision=precision, adapters=served, **with_graphs()))
+    weights = {name: tensor.to(dtype) for name, tensor in checkpoint_tensors(model).items()}
+    for name, seed in [("before", 1), ("between", 0), ("applied", 1)]:
         engine.finish_generation(discard_weights=True)
         engine.prepare_for_generation()
-        send_weights(engine, random_adapters(model, seed), 2**20)
-        found["applied"] = answers(engine)
+        send_weights(engine, weights | random_adapters(model, seed), 2**20)
+        found[name] = answers(engine)
     path.write_text(json.dumps(found))
     engine.shutdown()
 

@@ -21,6 +21,7 @@ from nemo_offload_rl.memory.account import model_sizes
 from nemo_offload_rl.memory.calibrate import calibrate
 from nemo_offload_rl.memory.gpus import KNOWN, Gpu, find_gpu
 from nemo_offload_rl.memory.stages import Stage
+from nemo_offload_rl.memory.transfers import copies_of_step
 from nemo_offload_rl.plan import (
     Plan,
     Target,
@@ -302,33 +303,38 @@ def test_a_cache_is_kept_on_the_host_where_copies_take_less_time_than_computing_
     assert plan.account.need.parts()["the engine's kept KV blocks"] == 4 * GIB
 
 
-def test_an_engine_that_applies_adapters_sleeps_on_the_host_and_refits_need_no_frozen_model(tmp_path):
+def test_an_engine_that_applies_adapters_gets_weights_too_if_it_sleeps_and_the_host_holds_them_once(tmp_path):
     overrides = [write_config(tmp_path, "Qwen3-8B"), "policy.dtensor_cfg.lora_cfg.enabled=true"]
     overrides += ["policy.dtensor_cfg.lora_cfg.dim=16"]
-    plans = {}
-    for is_served in (False, True):
+    accounts = []
+    for is_served, sleeps in [(False, True), (True, True), (True, False)]:
         more = [f"policy.generation.enable_lora={str(is_served).lower()}"]
+        more += [f"policy.generation.vllm_cfg.enable_sleep_mode={str(sleeps).lower()}"]
         plan, _ = plan_run(ROOT / "examples/configs/grpo_math_1B.yaml", overrides + more, Target(KNOWN["H200"]))
-        plans[is_served] = plan.account
+        accounts.append(plan.account)
         config = load_grpo_config(str(ROOT / "examples/configs/grpo_math_1B.yaml"), overrides + more)
         assert config.worker.sends_adapters is is_served is (config.engine.adapters is not None)
-        assert ("adapters alone" if is_served else "enable_lora is false") in adapters_line(with_adapters(config))
-    merges, serves = plans[False], plans[True]
+        assert config.worker.sends_weights is sleeps is (not is_served or config.engine.adapters.with_weights)
+        sent = "own weights" if sleeps else "adapters alone"
+        assert (sent if is_served else "enable_lora is false") in adapters_line(with_adapters(config))
+    merges, serves, _ = accounts
     buffers_bytes = serves.engine_weight_bytes - merges.engine_weight_bytes
     assert buffers_bytes == 2 * serves._elements.in_adapters > 0  # of bfloat16
-    assert serves.need.parts()["the sleeping engine's weights"] == serves.engine_weight_bytes
-    assert "the sleeping engine's weights" not in merges.need.parts()
-    in_refit = [next(use for use in one.phases if use.phase is Phase.REFIT) for one in (merges, serves)]
-    assert in_refit[0].state_bytes > 2 * serves.num_parameters > 25 * in_refit[1].state_bytes
+    assert serves.need.parts() == merges.need.parts()
+    assert copies_of_step(serves) == copies_of_step(merges)
+    in_refit = [next(use for use in one.phases if use.phase is Phase.REFIT).state for one in accounts]
+    assert in_refit[0] == in_refit[1]
+    assert in_refit[1]["frozen params"] == 2 * serves.num_parameters
+    assert in_refit[1]["refit buffers"] > in_refit[2]["refit buffers"] == 4 * serves._elements.in_adapters
 
 
 def test_adapters_of_32_b_fit_an_h100_while_the_base_is_on_the_host_in_refits(tmp_path):
     plan_table.write_config(tmp_path, "32B")
     plans = {}
-    for base, is_served, host_gib in (("host", False, 128), ("host", True, 144), ("device", False, 128)):
+    target = Target(KNOWN["H100"], usable_host_bytes(128))
+    for base, is_served in (("host", False), ("host", True), ("device", False)):
         overrides = [f"policy.model_name={tmp_path}", f"policy.residency_overrides.base={base}"]
         overrides += [f"policy.generation.enable_lora={str(is_served).lower()}"]
-        target = Target(KNOWN["H100"], usable_host_bytes(host_gib))
         plans[base, is_served], rules = plan_run(ROOT / "benchmarks" / "large_model_32b_lora.yaml", overrides, target)
     merges, serves = plans["host", False], plans["host", True]
     assert merges.account.groups["base"] == 2 * merges.account.num_parameters
@@ -337,9 +343,10 @@ def test_adapters_of_32_b_fit_an_h100_while_the_base_is_on_the_host_in_refits(tm
     assert "frozen params" in problem
     (change,) = search_of(plans["device", False], rules).cheapest(1)
     assert change.overrides == ("++policy.residency_overrides.base=host",)
-    # A refit reads each weight once.
-    read_bytes = merges.copies[Stage.REFIT].in_bytes - serves.copies[Stage.REFIT].in_bytes
-    assert read_bytes == 2 * merges.account.num_parameters
+    # A refit reads each weight once, whoever applies the adapters, and no sleeping engine copies any.
+    assert merges.copies[Stage.REFIT].in_bytes == 2 * merges.account.num_parameters
+    assert serves.copies == merges.copies
+    assert serves.seconds == merges.seconds
     phases, matrix_bytes = {use.phase: use for use in merges.phases}, 2 * 151_936 * 5120
     assert phases[Phase.REFIT].state["frozen params"] == matrix_bytes  # one of the largest
     # Passes copy neither the two matrices outside of the layers nor a layer.

@@ -344,12 +344,15 @@ class DTensorBackend:
         buffers = self._built.weight_buffers()
         return specs + [WeightSpec(self._hub_names.of(name), tuple(it.shape), it.dtype) for name, it in buffers]
 
-    def named_weights(self, host_view: HostView = all_on_device) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(
+        self, host_view: HostView = all_on_device, *, merges: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield full tensors one by one, parameters in the compute dtype, tied ones once; a collective over all ranks.
 
-        Adapters are merged into their weights. Parameters that pass through the device (`cpu_offload`) are float32.
+        Parameters that pass through the device (`cpu_offload`) are float32.
         """
-        weights = self._own_weights() if self._lora is None else self._lora.merged(self._compute_dtype, host_view)
+        lora, dtype = self._lora, self._compute_dtype
+        weights = self._own_weights() if lora is None else lora.full(dtype, host_view, merges=merges)
         buffers = ((name, parallel.brought(buffer, host_view)) for name, buffer in self._built.weight_buffers())
         for name, weight in chain(weights, buffers):
             yield self._hub_names.of(name), weight

@@ -187,12 +187,12 @@ class LoraWeights:
         )
         return Adapters(weights, self._settings.dim, self._settings.alpha, self._settings.dropout)
 
-    def merged(self, dtype: torch.dtype, host_view: HostView) -> Iterator[tuple[str, Tensor]]:
-        """Yield full merged weights, by their names without adapters; a collective."""
+    def full(self, dtype: torch.dtype, host_view: HostView, *, merges: bool) -> Iterator[tuple[str, Tensor]]:
+        """Yield full weights, by their names without adapters, which are merged into them or left out; a collective."""
         for name, parameter in self.base:
             parameter = brought(parameter, host_view)
             plain = name_without_adapters(name)
-            if _BASE not in name or not name.endswith("weight"):
+            if not merges or _BASE not in name or not name.endswith("weight"):
                 yield plain, full_tensor(parameter, dtype)
                 continue
             a_RI, b_OR = (full_tensor(self._by_name[name.replace(_BASE, side)], torch.float32) for side in (_A, _B))

@@ -1,7 +1,8 @@
 """Decides whether an engine applies the policy's adapters itself, or gets weights with adapters merged into them.
 
 vLLM can apply adapters (LoRA) next to the model's own weights. A refit then sends the adapters alone, and the engine
-reads the model's weights from its folder, once.
+reads the model's weights from its folder, once. An engine that sleeps discards them, so that the host does not hold
+them a second time, and gets them from each refit too.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def served_adapters(cfg: RolloutMasterConfig) -> ServedAdapters | str | None:
         return f"{_KEY} is false"
     if policy.generation.enable_lora is None and policy.generation.colocated.enabled:
         return (
-            "the engine shares the policy's devices, where merged weights are near; an engine that applies adapters "
-            f"copies its own weights to the host and back in each step ({_KEY}=true has it do so)"
+            "the engine shares the policy's devices, and discards its weights when it sleeps: refits bring all of them "
+            f"in any case ({_KEY}=true has it apply adapters next to them)"
         )
     vllm = policy.generation.vllm_cfg
     if vllm.is_quantized:
@@ -74,7 +75,8 @@ def served_adapters(cfg: RolloutMasterConfig) -> ServedAdapters | str | None:
         return "the output layer has an adapter"
     else:
         modules = _of_dtensor(settings)
-    return ServedAdapters(next(rank for rank in RANKS if rank >= settings.dim), modules)
+    sleeps = policy.generation.colocated.enabled and vllm.enable_sleep_mode
+    return ServedAdapters(next(rank for rank in RANKS if rank >= settings.dim), modules, with_weights=sleeps)
 
 
 def the_engine_can_apply_adapters(cfg: RolloutMasterConfig) -> str | None:

@@ -271,22 +271,24 @@ class MegatronBackend:
             self._weight_specs = [WeightSpec(name, tuple(t.shape), t.dtype) for name, t in self.named_weights()]
         return self._weight_specs
 
-    def named_weights(self, host_view: HostView = all_on_device) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(
+        self, host_view: HostView = all_on_device, *, merges: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield full tensors, tied ones once and a layer's experts stacked; a collective over all ranks.
 
-        Adapters are merged into their weights. The bridge reads the device alone, so `host_view` is not used.
+        The bridge reads the device alone, so `host_view` is not used.
         """
         chunks = list(self._chunks)
         # Maps parameters to exported tensors. Making it anew in each refit takes as long as the rest of the export.
         if self._conversions is None:
             self._conversions = expert_weights.Conversions(self._model.bridge.get_conversion_tasks(chunks))
-        has_adapters = self._cfg.peft.enabled  # False saves the bridge a search through all parameters
+        merges = merges and self._cfg.peft.enabled  # False saves the bridge a search through all parameters
 
         def export(tasks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
             for name, tensor in self._model.bridge.export_hf_weights(
-                chunks, cpu=False, show_progress=False, conversion_tasks=tasks, merge_adapter_weights=has_adapters
+                chunks, cpu=False, show_progress=False, conversion_tasks=tasks, merge_adapter_weights=merges
             ):
-                yield name, tensor.detach()
+                yield name.replace(".base_layer.", "."), tensor.detach()
 
         num_experts = self._model.config.num_moe_experts or 0
         yield from expert_weights.exported(chunks, self._conversions, num_experts, export)

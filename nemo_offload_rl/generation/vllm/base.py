@@ -155,7 +155,7 @@ class VllmEngineBase(ABC):
         # vLLM cannot put half an engine to sleep: it would unmap the sleeping half a second time.
         self._wake(ALL_TAGS)
         if self._can_sleep:
-            self._sleep(2 if discard_weights and self._adapters is None else 1)  # refits bring only adapters
+            self._sleep(2 if discard_weights else 1)
         if discard_weights:
             self._weights_valid = False
         self._awake.clear()

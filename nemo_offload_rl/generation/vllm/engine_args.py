@@ -169,7 +169,8 @@ def _model_config(settings: VllmSettings) -> dict[str, Any]:
 
     Refits quantize such weights, or vLLM does as it loads files.
     """
-    weights_come = settings.adapters is None and settings.vllm_kwargs.get("load_format", "dummy") == "dummy"
+    in_refits = settings.adapters is None or settings.adapters.with_weights
+    weights_come = in_refits and settings.vllm_kwargs.get("load_format", "dummy") == "dummy"
     reads = partial(
         as_the_policy_reads_it,
         overrides=dict(settings.hf_config_overrides),

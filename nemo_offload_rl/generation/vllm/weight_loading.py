@@ -28,7 +28,32 @@ from nemo_offload_rl.weight_sync.shared_memory import SharedMemoryReceiver
 type _TensorKind = tuple[str, tuple[int, ...], torch.dtype]
 """Name, shape and type, which decide where vLLM loads a tensor."""
 
-type Receiver = SharedMemoryReceiver | CudaIpcReceiver | NcclReceiver
+
+class BucketReader:
+    """Reads the tensors of a refit's buckets, by whatever transport they come.
+
+    Args:
+        group: The communicator that brings buckets, if engine and policy do not share devices.
+    """
+
+    def __init__(self, group: NcclGroup | None = None) -> None:
+        self._group = group
+        self._receiver: SharedMemoryReceiver | CudaIpcReceiver | NcclReceiver | None = None
+
+    def tensors(self, bucket: WeightBucket) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and tensors, which are views of the sender's buffer."""
+        if self._receiver is None:
+            if bucket.transport == CudaIpcSender.transport:
+                self._receiver = CudaIpcReceiver()
+            else:
+                self._receiver = SharedMemoryReceiver() if self._group is None else NcclReceiver(self._group)
+        return self._receiver.tensors(bucket)
+
+    def close(self) -> None:
+        """Close the sender's buffers."""
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
 
 
 @dataclass(frozen=True)
@@ -61,14 +86,14 @@ class RefitSession:
     Args:
         model: vLLM's model; it has `load_weights`.
         seen: Records of earlier refits of this model.
-        group: The communicator that brings buckets, if engine and policy do not share devices.
+        reader: Reads buckets; `finish` and `close` close it.
 
     Raises:
         RefitError: vLLM has derived something from the model's weights that loading does not renew.
     """
 
-    def __init__(self, model: nn.Module, seen: SeenLoads, group: NcclGroup | None = None) -> None:
-        self._group = group
+    def __init__(self, model: nn.Module, seen: SeenLoads, reader: BucketReader) -> None:
+        self._reader = reader
         self._model: Any = model
         self._experts = StackedExperts(model)
         self._quantized = QuantizedWeights(model)
@@ -76,7 +101,6 @@ class RefitSession:
         if seen.is_new_for(model):
             _refuse_derived_weights(model)
         self._received: dict[str, _TensorKind] = {}
-        self._receiver: Receiver | None = None
 
     def load(self, bucket: WeightBucket) -> None:
         """Copy the bucket into the model; its buffer may be overwritten afterwards.
@@ -92,7 +116,7 @@ class RefitSession:
         current: list[str] = []
         recorder = None if self._seen.loads.keys() >= set(kinds.values()) else WriteRecorder()
         try:
-            tensors = self._tensors(bucket)
+            tensors = list(self._reader.tensors(bucket))
             with self._quantized.loadable(), recorder or nullcontext():
                 self._model.load_weights(self._observed(tensors, current, recorder))
         except (ValueError, AssertionError, KeyError, RuntimeError) as error:
@@ -128,14 +152,7 @@ class RefitSession:
 
     def close(self) -> None:
         """Close the sender's buffers."""
-        if self._receiver is not None:
-            self._receiver.close()
-            self._receiver = None
-
-    def _tensors(self, bucket: WeightBucket) -> list[tuple[str, Tensor]]:
-        if self._receiver is None:
-            self._receiver = receiver_of(bucket.transport, self._group)
-        return list(self._receiver.tensors(bucket))
+        self._reader.close()
 
     def _observed(
         self, tensors: list[tuple[str, Tensor]], current: list[str], recorder: WriteRecorder | None
@@ -150,13 +167,6 @@ class RefitSession:
             if recorder is not None:
                 spans, num_read = recorder.take()
                 self._seen.loads[self._received[name]] = _Load(spans, min(num_read, tensor.numel()))
-
-
-def receiver_of(transport: str, group: NcclGroup | None) -> Receiver:
-    """Make the receiver of a transport's buckets; `group` brings them between devices."""
-    if transport == CudaIpcSender.transport:
-        return CudaIpcReceiver()
-    return SharedMemoryReceiver() if group is None else NcclReceiver(group)
 
 
 def _kind(piece: TensorSlice) -> _TensorKind:

@@ -16,7 +16,7 @@ from nemo_offload_rl.generation.vllm.device_memory import wait_for_room
 from nemo_offload_rl.generation.vllm.engine_args import register_models
 from nemo_offload_rl.generation.vllm.kept_kv import KeptKv
 from nemo_offload_rl.generation.vllm.logprob_recorder import LogprobRecorder, SampledTokens, record_samples, why_not
-from nemo_offload_rl.generation.vllm.weight_loading import RefitSession, SeenLoads
+from nemo_offload_rl.generation.vllm.weight_loading import BucketReader, RefitSession, SeenLoads
 from nemo_offload_rl.generation.vllm.wire import bucket_from_wire
 from nemo_offload_rl.protocols.refit import RefitError, RefitGroupAddress
 from nemo_offload_rl.residency import ResidencyError
@@ -78,10 +78,11 @@ class WorkerExtension:
         return None
 
     def _new_session(self) -> RefitSession | AdapterSession:
-        if self.model_runner.lora_config is not None:
-            return AdapterSession(self.model_runner, self._refit_group)
-        self._refit_loads = self._refit_loads or SeenLoads()
-        return RefitSession(self.model_runner.model, self._refit_loads, self._refit_group)
+        runner, reader = self.model_runner, BucketReader(self._refit_group)
+        seen = self._refit_loads = self._refit_loads or SeenLoads()
+        if runner.lora_config is not None:
+            return AdapterSession(runner, seen, reader)
+        return RefitSession(runner.model, seen, reader)
 
     def refit_finish(self, version: int) -> str | dict[str, tuple[int, int]]:
         """End the refit; return an error message, or the tensors read in part (`RefitSession.finish`).

@@ -98,8 +98,7 @@ class ResidencySettings:
         streams_parameters: Parts of the parameters and gradients that have an optimizer's part stream too; passes bring
             them one after the other.
         optimizer_cpu_offload: The optimizer lives and updates on the host; no phase moves it.
-        refits_read_base: Refits read the frozen model on the device: they do not send adapters alone, nor read it from
-            its host copy.
+        refits_read_base: Refits send the frozen model's weights, and read them on the device, not from the host copy.
         resident_groups: Groups that stay on the device for refit and generation, since the engine leaves room.
         rows: Rows of the run's groups. BASE and those of a teacher are in the plan only if they are in this set.
     """

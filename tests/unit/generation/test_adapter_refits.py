@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,31 +15,39 @@ from closeness import relative_difference
 from engine_process import EngineProcess, engine_process, engine_settings, send_weights
 from lora_cases import SERVED, lora_worker, merged, random_adapters
 from matrix_cases import BATCHES, GREEDY, PROMPTS, answers_like, hf_model, policy_of, steps
-from model_families import save_family_folder
+from model_families import checkpoint_tensors, save_family_folder
 from torch import Tensor
 
 from nemo_offload_rl.generation.vllm.engine_args import vllm_env
 from nemo_offload_rl.protocols.refit import RefitError
-from nemo_offload_rl.residency import BASE, Phase, Placement
+from nemo_offload_rl.residency import BASE
 from nemo_offload_rl.weight_sync.refit import refit
 
 
-@pytest.mark.parametrize("family", ["qwen2-tied", "phi3", "gemma3-tied"])
-def test_each_refit_replaces_the_adapters_and_answers_are_those_of_merged_weights(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "with_weights"), [("qwen2-tied", True), ("phi3", True), ("gemma3-tied", True), ("qwen2", False)]
+)
+def test_each_refit_replaces_the_adapters_and_answers_are_those_of_merged_weights(
+    tmp_path: Path, family: str, with_weights: bool
+) -> None:
     model = save_family_folder(tmp_path, family)
+    weights = checkpoint_tensors(model) if with_weights else {}
     with engine_process() as engine:
-        engine.start(engine_settings(tmp_path, adapters=SERVED))
-        with pytest.raises(RuntimeError, match="before a refit"):  # it has the model's own weights
+        engine.start(engine_settings(tmp_path, adapters=replace(SERVED, with_weights=with_weights)))
+        with pytest.raises(RuntimeError, match="before a refit"):
             engine.generate(PROMPTS, GREEDY)
         first, second = (random_adapters(model, seed) for seed in range(2))
-        send_weights(engine, first, 5_000)
+        if with_weights:
+            with pytest.raises(RefitError, match=r"did not change .* model\.embed_tokens"):
+                send_weights(engine, first, 2**30)
+        send_weights(engine, weights | first, 5_000)
         answers = answers_like(engine, merged(model, first))
         for adapters in (second, first):
             engine.finish_generation(discard_weights=True)
             engine.prepare_for_generation()
             with pytest.raises(RuntimeError, match="before a refit"):
                 engine.generate(PROMPTS, GREEDY)
-            send_weights(engine, adapters, 2**30, version=7)
+            send_weights(engine, weights | adapters, 2**30, version=7)
             found = answers_like(engine, merged(model, adapters))
         assert [answer.token_ids for answer in found] == [answer.token_ids for answer in answers]
         assert {version for answer in found for version, _ in answer.versions} == {7}
@@ -71,37 +80,44 @@ def test_adapters_that_are_not_the_engine_s_fail_the_refit_by_name(tmp_path: Pat
 def test_both_halves_of_an_engine_over_two_devices_apply_the_adapters(tmp_path: Path) -> None:
     sent = random_adapters(model := save_family_folder(tmp_path, "qwen3"), 0)
     with engine_process() as engine:
-        engine.start(engine_settings(tmp_path, adapters=SERVED, tensor_parallel_size=2))
-        send_weights(engine, sent, 5_000)
+        settings = engine_settings(tmp_path, adapters=replace(SERVED, with_weights=True), tensor_parallel_size=2)
+        engine.start(settings)
+        send_weights(engine, checkpoint_tensors(model) | sent, 5_000)
         answers_like(engine, merged(model, sent))
 
 
-@pytest.mark.parametrize("backend", ["dtensor", "megatron"])
-def test_a_worker_s_refit_brings_its_adapters_and_leaves_the_frozen_model_away(tmp_path: Path, backend: str) -> None:
-    save_family_folder(tmp_path, "qwen3-tied")
-    with (
-        lora_worker(tmp_path, backend, sends_adapters=True) as worker,
-        engine_process() as engine,
-    ):
-        engine.start(engine_settings(tmp_path, adapters=SERVED))
-        plan = worker.residency.plan.table[BASE]
-        assert plan[Phase.REFIT] is plan[Phase.GENERATION] is Placement.HOST
+@pytest.mark.parametrize(
+    ("backend", "sleeps", "base"),
+    [("dtensor", True, "host"), ("megatron", True, "device"), ("dtensor", False, "device")],
+)
+def test_a_worker_s_refit_brings_its_adapters_and_to_an_engine_that_sleeps_the_frozen_model(
+    tmp_path: Path, backend: str, sleeps: bool, base: str
+) -> None:
+    model = save_family_folder(tmp_path, "qwen3-tied")
+    keys = {"sends_adapters": True, "colocated": sleeps, "residency_overrides": {"base": base} if sleeps else {}}
+    with lora_worker(tmp_path, backend, **keys) as worker, engine_process() as engine:
+        engine.start(engine_settings(tmp_path, adapters=replace(SERVED, with_weights=sleeps)))
+        num_sent = 2 * 2 * 7 + (len(checkpoint_tensors(model)) if sleeps else 0)  # adapters of two layers
         for number in range(2):
             steps(worker, BATCHES)
             report = refit(policy_of(worker), engine)
-            assert report.num_tensors == 2 * 2 * 7  # of both layers
-            assert not worker.residency.device_bytes()[BASE]
+            assert report.num_tensors == num_sent
+            assert bool(worker.residency.device_bytes()[BASE]) is (base == "device")
             worker.export_hf(tmp_path / f"merged{number}")
             answers_like(engine, hf_model(tmp_path / f"merged{number}"))
+            engine.finish_generation(discard_weights=True)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_on_a_gpu_adapters_survive_sleep_and_graphs_and_answers_are_those_of_merged_weights(tmp_path: Path) -> None:
+def test_on_a_gpu_answers_are_those_of_merged_weights_also_after_a_sleep_that_discarded_all(
+    tmp_path: Path,
+) -> None:
     script = Path(__file__).parents[2] / "support" / "adapter_engines.py"
     command = [sys.executable, str(script), str(tmp_path / "model"), str(tmp_path / "answers.json")]
     subprocess.run(command, env={**os.environ, **vllm_env("cuda")}, check=True)
     found = json.loads((tmp_path / "answers.json").read_text())
+    assert found["applied"] == found["before"] != found["between"]
     for (tokens, logprobs), (other_tokens, other_logprobs) in zip(found["applied"], found["merged"], strict=True):
         pairs = list(zip(tokens, other_tokens, strict=True))
         num_same = next((place for place, (one, other) in enumerate(pairs) if one != other), len(pairs))

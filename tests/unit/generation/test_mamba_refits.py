@@ -12,7 +12,7 @@ import torch
 from model_families import save_family_folder
 
 from nemo_offload_rl.backends.hf.weight_files import HubNames
-from nemo_offload_rl.generation.vllm.weight_loading import RefitSession, SeenLoads
+from nemo_offload_rl.generation.vllm.weight_loading import BucketReader, RefitSession, SeenLoads
 from nemo_offload_rl.generation.vllm.write_recorder import WriteRecorder
 
 pytestmark = [pytest.mark.processes, pytest.mark.models]
@@ -45,7 +45,7 @@ def refits_all_states(folder: Path, name: str) -> None:
     model, hub = built_by_vllm(folder), HubNames(own.config.model_type)
     biases = [it for it in own.named_buffers() if it[0].endswith("correction_bias")]
     tensors = [(hub.of(name), tensor.detach()) for name, tensor in (*own.named_parameters(), *biases)]
-    session, recorder = RefitSession(model, SeenLoads()), WriteRecorder()
+    session, recorder = RefitSession(model, SeenLoads(), BucketReader()), WriteRecorder()
     session._received = {name: (name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors}
     for _ in range(2):
         with recorder:
