@@ -10,6 +10,7 @@
 # make house      prints figures of the structure: imports, sizes, ways to the model; an error if one is above its limit
 # make setup      the virtual environment .venv for a machine without a GPU
 # make setup-gpu  the same for a machine with GPUs; what must be compiled is compiled once and kept (requirements/build.py)
+# make mamba      kernels of Mamba-2 (Nemotron-H, Falcon-H1, Granite 4); compiled once (nvcc, a long time)
 # make flash-attn FlashAttention, which Transformer Engine may use instead of cuDNN's; compiled once (nvcc, a long time)
 # make image      the container image (Dockerfile), with all of that
 # make docs       the documents as a site in docs/_build; warnings and broken links are errors
@@ -36,7 +37,7 @@ BUILD = $(PYTHON) requirements/build.py --pip .tools/bin/python --uv $(UV) $(BUI
 # Where it is set, as in many images, each process of tests would compile all modules and rewrite all assertions again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-sft test lint house test-cpu test-fast test-models test-gpu setup setup-gpu flash-attn image docs lock clean
+.PHONY: demo demo-sft test lint house test-cpu test-fast test-models test-gpu setup setup-gpu flash-attn mamba image docs lock clean
 
 demo: setup
 	$(PYTHON) examples/demo/run.py --seed $(SEED)
@@ -82,7 +83,9 @@ setup-gpu: .venv/.transformer_engine
 
 flash-attn: .venv/.flash_attn
 
-.venv/.transformer_engine .venv/.flash_attn: .venv/.%: requirements/%.txt requirements/build.py .venv/.gpu
+mamba: .venv/.causal_conv1d .venv/.mamba_ssm
+
+.venv/.transformer_engine .venv/.flash_attn .venv/.causal_conv1d .venv/.mamba_ssm: .venv/.%: requirements/%.txt requirements/build.py .venv/.gpu
 	$(BUILD) $*
 	touch $@
 

@@ -1,9 +1,10 @@
 """Builds what must be compiled against the torch that is installed, once: `python requirements/build.py NAME ...`.
 
-NAME is `transformer_engine` (its torch extension: C++ alone, for every GPU) or `flash_attn` (CUDA, for the GPUs of this
-machine or of FLASH_ATTN_CUDA_ARCHS). Each has its requirement pinned in requirements/NAME.txt. The wheel is kept in a
-cache folder whose name says what it was built for, and installed from there the next time. At the end the module is
-imported. `make setup-gpu` and `make flash-attn` call this with the Python of .venv.
+NAME is `transformer_engine` (its torch extension: C++ alone, for every GPU), `flash_attn` (CUDA, for the GPUs of this
+machine or of FLASH_ATTN_CUDA_ARCHS), `causal_conv1d` or `mamba_ssm` (CUDA, for all GPUs that their setups list). Each
+has its requirement pinned in requirements/NAME.txt. The wheel is kept in a cache folder whose name says what it was
+built for, and installed from there the next time. At the end the module is imported. `make setup-gpu`, `make
+flash-attn` and `make mamba` call this with the Python of .venv.
 """
 
 from __future__ import annotations
@@ -73,6 +74,18 @@ PACKAGES = {
         environment={"FLASH_ATTENTION_FORCE_BUILD": "TRUE"},
         needs_nvcc=True,
         duration="from half an hour on 64 cores to many hours on a few; MAX_JOBS bounds its memory, 8 GiB a job",
+    ),
+    "causal_conv1d": Package(
+        module="causal_conv1d",
+        environment={"CAUSAL_CONV1D_FORCE_BUILD": "TRUE"},
+        needs_nvcc=True,
+        duration="four files for each of nine kinds of GPU, the longest takes 5 CPU-minutes each; MAX_JOBS at a time",
+    ),
+    "mamba_ssm": Package(
+        module="mamba_ssm",
+        environment={"MAMBA_FORCE_BUILD": "TRUE"},
+        needs_nvcc=True,
+        duration="ten files for each of nine kinds of GPU, hours on a few cores; MAX_JOBS bounds its memory",
     ),
 }
 

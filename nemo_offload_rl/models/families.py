@@ -8,6 +8,7 @@ records before Ray starts.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -158,6 +159,18 @@ _NEMOTRON_H = (
     Refusal("attention_bias", (None, False), "but the model library has no biases of attention"),
     Refusal("residual_in_fp32", (None, False), "but the model library adds in the type of the model"),
     Refusal("sliding_window", (None,), "but the model library has no windows"),
+)
+_NEMOTRON_H_SIZES = (
+    Refusal("conv_kernel", (None, 4), "but that backend has convolutions of 4"),
+    Refusal("layer_norm_epsilon", (None, 1e-5), "but that backend has norms of 1e-05 in Mamba layers"),
+    Refusal("mamba_hidden_act", (None, "silu"), "but that backend computes silu in Mamba layers"),
+    Refusal("mamba_proj_bias", (None, False), _BIAS_LEFT_OUT),
+    Refusal("mlp_bias", (None, False), _BIAS_LEFT_OUT),
+    Refusal("mlp_hidden_act", (None, "relu2"), "but that backend computes relu2"),
+    Refusal("n_shared_experts", (None, 1), "whose sizes that backend would not add up"),
+    Refusal("time_step_limit", (None, [0.0, math.inf], (0.0, math.inf)), "which that backend would leave out"),
+    Refusal("use_bias", (None, False), _BIAS_LEFT_OUT),
+    Refusal("use_conv_bias", (None, True), "but that backend has biases of convolutions"),
 )
 _OLMOE = (
     Refusal("attention_bias", (None, False), _NOT_IN_ENGINE),
@@ -371,12 +384,12 @@ FAMILIES: Mapping[str, ModelFamily] = {
         ModelFamily(
             "nemotron_h",
             "Nemotron-H, Nemotron 3",
-            (DTENSOR,),
+            (DTENSOR, MEGATRON),
             activations=("relu2",),
             activation_key="mlp_hidden_act",
             has_expert_bias=True,
             state_mixer="Mamba2Mixer",
-            refused={DTENSOR: _NEMOTRON_H},
+            refused={DTENSOR: _NEMOTRON_H, MEGATRON: (*_NEMOTRON_H, *_NEMOTRON_H_SIZES, _NORMALIZED)},
         ),
         ModelFamily("olmo2", "OLMo 2", (DTENSOR,)),
         ModelFamily("olmo_hybrid", "OLMo Hybrid", (DTENSOR,), state_mixer="GatedDeltaNet"),

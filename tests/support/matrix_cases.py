@@ -124,7 +124,7 @@ class Row:
             ways[SP] = {"tensor_parallel_size": 2, "sequence_parallel": True}
             # Experts beside tensor parallelism need sequence parallelism; here they are dealt out to the same ranks.
             ways[TP] = ways[SP] | {"expert_model_parallel_size": 2} if self.has_experts else {"tensor_parallel_size": 2}
-            if not self.has_experts and RECORDS[FAMILIES[self.name][0]].state_mixer is not None:
+            if not self.has_experts and RECORDS[FAMILIES[self.name][0]].state_mixer == "GatedDeltaNet":
                 ways[TP] = ways[SP]  # refused without
         if self.backend == DTENSOR and not split_problem(config, declared_plan(config["model_type"]), 2):
             ways[TP] = {"tensor_parallel_size": 2}

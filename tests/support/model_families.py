@@ -472,11 +472,20 @@ def _attend_rotated_by(rotate: Any, attend: Any, hidden_states: Tensor, **given:
 def save_family_folder(path: Path, family: str, seed: int = 0) -> Any:
     """Write weights, config and tokenizer to `path`, as Hugging Face and vLLM read them."""
     model = make_family(family, seed)
-    model.save_pretrained(path)
+    save_as_published(path, model)
     if unread_tensors(model.config.to_dict()) is not None:
         add_unread_tensors(path / "model.safetensors")
-    make_tokenizer().save_pretrained(path)
     return model
+
+
+def save_as_published(path: Path, model: Any) -> None:
+    """Write weights, config and tokenizer; transformers 5.12.1 names embeddings of Nemotron-H as nobody else does."""
+    model.save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    if model.config.model_type == "nemotron_h":
+        tensors = load_file(path / "model.safetensors")
+        tensors["backbone.embeddings.weight"] = tensors.pop("backbone.embedding.weight")
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 
 def add_unread_tensors(path: Path) -> None:

@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from nemo_offload_rl.backends.dtensor.experts import use_grouped_experts
-from nemo_offload_rl.backends.dtensor.mamba import compute_mamba_by_chunks
 from nemo_offload_rl.backends.dtensor.model import decoder_layers
 from nemo_offload_rl.backends.dtensor.state_mixers import keep_sequences_apart, norms_in_torch
 from nemo_offload_rl.backends.hf.model_folder import find_weight_files, is_hub_name
 from nemo_offload_rl.backends.hf.weight_files import COMPUTED, HubNames, Piece, WeightFiles, check_same_tensors
+from nemo_offload_rl.backends.mamba import compute_mamba_by_chunks
 from nemo_offload_rl.backends.ranks import failing_together
 from nemo_offload_rl.errors import UserError, first_line
 from nemo_offload_rl.models.families import (

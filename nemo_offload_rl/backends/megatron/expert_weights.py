@@ -81,7 +81,9 @@ def _place(task: Any) -> _Place | None:
     parts = [names["gate"], names["up"]] if isinstance(names, dict) else [names]
     stem = parts[0].partition(".experts.")[0]
     ends = tuple(part.removeprefix(f"{stem}.experts.").partition(".")[2] for part in parts)
-    return _Place(int(found[1]), found[2], f"{stem}.experts.{_STACKED[found[2]]}", ends)
+    is_ungated = found[2] == "linear_fc1" and len(parts) == 1  # Nemotron 3
+    stacked = "up_proj" if is_ungated else _STACKED[found[2]]
+    return _Place(int(found[1]), found[2], f"{stem}.experts.{stacked}", ends)
 
 
 @torch.no_grad()

@@ -141,6 +141,7 @@ def lay_out(
 
 def _packed_params(lengths_B: Tensor, device: torch.device, multiple: int) -> PackedSeqParams:
     ends = F.pad(lengths_B.cumsum(0), (1, 0)).to(torch.int32).to(device, non_blocking=True)
+    sequence_T = torch.arange(len(lengths_B)).repeat_interleave(lengths_B)
     # The kernels use it only as a bound, and prepare anew for each value. Powers of two make few values.
     longest = multiple << (int(lengths_B.max()) // multiple - 1).bit_length()
     return PackedSeqParams(
@@ -151,6 +152,7 @@ def _packed_params(lengths_B: Tensor, device: torch.device, multiple: int) -> Pa
         cu_seqlens_kv_padded=ends,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        seq_idx=on_device(sequence_T.to(torch.int32).unsqueeze(0), device),
     )
 
 

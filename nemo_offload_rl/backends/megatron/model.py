@@ -37,6 +37,7 @@ from nemo_offload_rl.backends.megatron.upstream.balancing import (
 )
 from nemo_offload_rl.backends.megatron.upstream.bridge import PlainWeights, complete_bridge, complete_provider
 from nemo_offload_rl.backends.megatron.upstream.grouped_products import use_grouped_products
+from nemo_offload_rl.backends.megatron.upstream.hybrid import process_outputs
 from nemo_offload_rl.backends.megatron.upstream.imports import import_auto_bridge
 from nemo_offload_rl.backends.megatron.upstream.local_layers import (
     PROVIDER_FIELDS,
@@ -129,6 +130,7 @@ def build_model(settings: PolicySettings, cfg: MegatronConfig, *, is_frozen: boo
         setattr(provider, name, value)
     provider.perform_initialization = False  # the folder has all parameters
     provider.register_pre_wrap_hook(partial(_load_weights, bridge=bridge, folder=folder))
+    provider.register_pre_wrap_hook(process_outputs)
     if cfg.transformer_impl == "local":
         provider.register_pre_wrap_hook(let_experts_add_biases)
     if cfg.freeze_moe_router:

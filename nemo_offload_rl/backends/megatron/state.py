@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
@@ -98,7 +99,7 @@ def frozen_tensors(modules: NamedModules) -> NamedTensors:
 def weight_groups(chunks: Sequence[Any], *, has_adapters: bool) -> tuple[StateGroup, ...]:
     """Return `params`, and `base` with adapters; both load layer by layer. No module may be added afterwards."""
     modules = named_modules(chunks)
-    layers = [module for _, module in modules if isinstance(module, TransformerLayer)]
+    layers = [module for _, module in modules if isinstance(module, TransformerLayer | MambaLayer)]
     if _may_gather_in_passes(chunks):
         layers = []
     if not has_adapters:

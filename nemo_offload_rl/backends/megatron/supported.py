@@ -34,6 +34,11 @@ YARN = "yarn"
 KEY = "policy.megatron_cfg"
 PEFT = f"{KEY}.peft"
 _SILU = ("silu", "swish")
+# By record: what the layers are, packages of their kernels by module, and what installs these.
+_KERNELS: Mapping[str, tuple[str, Mapping[str, str], str]] = {
+    "GatedDeltaNet": ("linear attention", {"fla": "flash-linear-attention"}, "pip install flash-linear-attention"),
+    "Mamba2Mixer": ("Mamba layers", {"causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}, "make mamba"),
+}
 
 
 def sizes_problem(cfg: MegatronConfig, num_workers: int) -> str | None:
@@ -107,14 +112,15 @@ def tensor_parallel_problem(config: Mapping[str, Any], tensor_parallel_size: int
 
 def states_problem(config: Mapping[str, Any], cfg: MegatronConfig) -> str | None:
     """Say why layers that carry a state along rows cannot be divided as set, and what to do; None if they can."""
-    if state_mixer(config) is None:
+    mixer = state_mixer(config)
+    if mixer is None:
         return None
     if (size := cfg.context_parallel_size) > 1:
         return (
             f"{KEY}.context_parallel_size is {size}, but models of type {config['model_type']} carry states along rows "
-            "(linear attention), and the Megatron backend does not split such rows over devices; set it to 1"
+            f"({_KERNELS[mixer][0]}), and the Megatron backend does not split such rows over devices; set it to 1"
         )
-    if (size := cfg.tensor_model_parallel_size) > 1 and not cfg.sequence_parallel:
+    if (size := cfg.tensor_model_parallel_size) > 1 and not cfg.sequence_parallel and mixer == "GatedDeltaNet":
         return (
             f"{KEY}.tensor_model_parallel_size is {size}, but without sequence parallelism Megatron would not add up "
             "the devices' gradients of the norms after linear attention; set sequence_parallel to true, or the size to "
@@ -125,12 +131,16 @@ def states_problem(config: Mapping[str, Any], cfg: MegatronConfig) -> str | None
 
 def missing_kernels(config: Mapping[str, Any], cfg: MegatronConfig) -> str | None:
     """Say which package the layers with states lack on this machine, and what to do; None if it is there."""
-    if state_mixer(config) is None or cfg.transformer_impl == "local" or find_spec("fla") is not None:
+    mixer = state_mixer(config)
+    if mixer is None or cfg.transformer_impl == "local":
+        return None
+    what, modules, command = _KERNELS[mixer]
+    missing = next((module for module in modules if find_spec(module) is None), None)
+    if missing is None:
         return None
     return (
-        f"models of type {config['model_type']} have linear attention, for which {KEY}.transformer_impl="
-        "transformer_engine needs flash-linear-attention, but it is not installed; `pip install "
-        "flash-linear-attention`, or use policy.dtensor_cfg"
+        f"models of type {config['model_type']} have {what}, for which {KEY}.transformer_impl=transformer_engine needs "
+        f"{modules[missing]}, but it is not installed; `{command}`, or use policy.dtensor_cfg"
     )
 
 

@@ -87,7 +87,7 @@ BROKEN: dict[str, list[tuple[list[str], str, dict[str, Any] | None]]] = {
             {**LATENT, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}},
         ),
         ([], "has model_type gpt_neox, but", {"model_type": "gpt_neox"}),
-        ([], "has model_type nemotron_h, but", {"model_type": "nemotron_h"}),
+        ([], "has conv_kernel 3, but that backend has conv", {"model_type": "nemotron_h", "conv_kernel": 3}),
         ([], "has model_type None, but", {}),
         ([], "has layers with a sliding window, which", WINDOW),
         ([], "has layers with a sliding window, which", LAYERS),
@@ -180,6 +180,7 @@ BROKEN: dict[str, list[tuple[list[str], str, dict[str, Any] | None]]] = {
             {**DENSE, "num_key_value_heads": 3},
         ),
         ([f"{KEY}.tensor_model_parallel_size=4", "cluster.cpu_workers_per_node=4"], "6 attention heads", DENSE),
+        ([f"{KEY}.tensor_model_parallel_size=2", TWO_WORKERS], "3 groups of heads", {**DENSE, "n_groups": 3}),
     ],
     "megatron_splits_the_layers_of_the_family": [
         (
@@ -201,6 +202,11 @@ BROKEN: dict[str, list[tuple[list[str], str, dict[str, Any] | None]]] = {
             [f"{KEY}.tensor_model_parallel_size=2", TWO_WORKERS],
             "norms after linear attention; set sequence_parallel to true",
             {**DENSE, "model_type": "qwen3_5_text"},
+        ),
+        (
+            [f"{KEY}.context_parallel_size=2", "policy.make_sequence_length_divisible_by=4", TWO_WORKERS],
+            r"carry states along rows (Mamba layers), and",
+            {**DENSE, "model_type": "nemotron_h"},
         ),
     ],
     "megatron_layers_divide_over_stages": [

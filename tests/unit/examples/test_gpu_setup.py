@@ -58,7 +58,7 @@ def test_what_the_extension_includes_is_among_the_requirements(build):
         assert (build.SITE / "nvidia" / path).exists() == (requirement in here), "the requirement is what brings it"
 
 
-@pytest.mark.parametrize("name", ["transformer_engine", "flash_attn"])
+@pytest.mark.parametrize("name", ["transformer_engine", "flash_attn", "causal_conv1d", "mamba_ssm"])
 def test_a_wheel_is_kept_for_what_it_was_built_for_and_taken_again(build, name, monkeypatch, tmp_path):
     import torch
 
@@ -108,6 +108,7 @@ def test_make_builds_the_extension_after_the_rest_and_for_machines_with_gpus_onl
 
     assert [line.split()[-1] for line in commands("setup-gpu")] == ["requirements/megatron.txt", "transformer_engine"]
     assert [line.split()[-1] for line in commands("flash-attn")] == ["requirements/megatron.txt", "flash_attn"]
+    assert [line.split()[-1] for line in commands("mamba")][-2:] == ["causal_conv1d", "mamba_ssm"]
     assert not any("build.py" in line for line in commands("setup"))
 
 

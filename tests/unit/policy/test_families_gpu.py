@@ -27,10 +27,9 @@ from matrix_cases import (
     steps,
     with_tensors,
 )
-from model_families import drawn_model, family_config, save_family_folder
+from model_families import drawn_model, family_config, save_as_published, save_family_folder
 from policy_cases import hf_logprobs, make_batch, make_settings, worker_of
 from resume_cases import weights_of
-from tiny_models import make_tokenizer
 from whole_models import WHOLE, save_whole_folder, whole_model
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
@@ -62,17 +61,16 @@ def test_logprobs_padded_and_packed_are_hugging_faces_up_to_bfloat16_and_exports
         needs_kernels(state_mixer(family_config(name).to_dict()))
     # Narrower logits than on the CPU: they are rounded to 8 bits.
     model = drawn_model(family_config(name, initializer_range=0.05), seed=0)
-    model.save_pretrained(tmp_path / "model")
-    make_tokenizer().save_pretrained(tmp_path / "model")
+    save_as_published(tmp_path / "model", model)
     hf_model(export_of_a_worker_like(tmp_path, name, model, backend))
     matrix_results.write(Row(name, backend, tmp_path), ["import", "logprobs", PACKING, "hf/ folder"], machine="GPU")
 
 
 def needs_kernels(mixer: str | None) -> None:
-    """Skip a test of Megatron without Transformer Engine or, of layers with states, flash-linear-attention."""
+    """Skip a test of Megatron without Transformer Engine or, of layers with states, the package of their kernels."""
     pytest.importorskip("transformer_engine")
     if mixer is not None:
-        pytest.importorskip("fla")
+        pytest.importorskip("mamba_ssm" if mixer == "Mamba2Mixer" else "fla")
 
 
 def export_of_a_worker_like(tmp_path: Path, name: str, model: Any, backend: str) -> Path:
@@ -100,19 +98,22 @@ def export_of_a_worker_like(tmp_path: Path, name: str, model: Any, backend: str)
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "backend"),
     [
-        "granitemoehybrid-moe-tied",
-        "granitemoehybrid-tied",
-        "lfm2-tied",
-        "lfm2_moe-tied",
-        "nemotron_h",
-        "nemotron_h-moe",
+        ("granitemoehybrid-moe-tied", DTENSOR),
+        ("granitemoehybrid-tied", DTENSOR),
+        ("lfm2-tied", DTENSOR),
+        ("lfm2_moe-tied", DTENSOR),
+        ("nemotron_h", DTENSOR),
+        ("nemotron_h-moe", DTENSOR),
+        ("nemotron_h-moe", MEGATRON),
     ],
 )
-def test_the_engine_computes_layers_with_states_with_the_weights_of_a_refit(tmp_path: Path, name: str) -> None:
+def test_the_engine_computes_layers_with_states_with_the_weights_of_a_refit(
+    tmp_path: Path, name: str, backend: str
+) -> None:
     """vLLM computes Mamba-2 on GPUs only; so no row of the CPU's matrix has seen it."""
-    the_engine_agrees_after_a_refit(Row(name, DTENSOR, tmp_path / "model"), GPU)
+    the_engine_agrees_after_a_refit(Row(name, backend, tmp_path / "model"), GPU)
 
 
 def the_engine_agrees_after_a_refit(row: Row, process: ProcessInfo) -> None:

@@ -146,6 +146,8 @@ def megatron_layers_divide_over_devices(cfg: PolicyRun, megatron: MegatronConfig
         "num_attention_heads": (shape.num_heads, "attention heads"),
         "intermediate_size": (None if shape.num_experts else shape.intermediate_size, "channels of MLPs"),
         "linear_num_key_heads": (model.get("linear_num_key_heads"), "key heads of linear attention"),
+        "mamba_num_heads": (model.get("mamba_num_heads"), "heads of Mamba layers"),
+        "n_groups": (model.get("n_groups"), "groups of heads of Mamba layers"),
         "vocab_size": (shape.vocab_size, "tokens of the vocabulary"),
     }
     for key, (length, what) in sizes.items():
@@ -164,7 +166,7 @@ def megatron_layers_divide_over_devices(cfg: PolicyRun, megatron: MegatronConfig
 
 
 def megatron_splits_the_layers_of_the_family(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
-    """Megatron's tensor parallelism excludes some families; linear attention excludes context parallelism."""
+    """Megatron's tensor parallelism excludes some families; layers with states exclude context parallelism."""
     if (model := local_model_config(cfg)) is None:
         return None
     is_local, size = megatron.transformer_impl == "local", megatron.tensor_model_parallel_size

@@ -19,6 +19,7 @@ from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from nemo_offload_rl.backends.hf.weight_files import LanguageModelFiles, WeightFiles
+from nemo_offload_rl.backends.megatron.upstream.hybrid import complete_hybrid
 from nemo_offload_rl.backends.megatron.upstream.local_layers import local_block
 
 _DENSE = "decoder.layers.*.mlp.linear_fc"
@@ -39,6 +40,7 @@ def complete_provider(provider: Any, hf_config: Any) -> None:
         "glm4_moe": _set_shared_experts,
         "glm4_moe_lite": _set_latent_attention,
         "minimax_m2": _set_whole_norms,
+        "nemotron_h": complete_hybrid,
         "olmoe": _set_whole_norms,
         "qwen3_moe": _set_dense_layers,
     }

@@ -37,8 +37,8 @@ class Rotation:
     part: float = 1.0
 
 
-def rotation_of(config: Any) -> Rotation:
-    """Compute the rotation of a model's config as transformers does.
+def rotation_of(config: Any) -> Rotation | None:
+    """Compute the rotation of a model's config as transformers does; None for a family without one (Nemotron-H).
 
     Args:
         config: A Hugging Face config that `supported.unsupported_rope` accepts.
@@ -46,6 +46,8 @@ def rotation_of(config: Any) -> Rotation:
     Raises:
         ConfigError: The base is missing; an override of `rope_parameters` can drop it.
     """
+    if not hasattr(config, "rope_parameters"):
+        return None
     config.standardize_rope_params()
     rope = config.rope_parameters
     if rope.get("rope_theta") is None:
@@ -64,15 +66,18 @@ def rotation_of(config: Any) -> Rotation:
 def without_scaling(config: Any) -> Any:
     """Copy a config with plain rotary embeddings, since Megatron-Bridge fails on some other types."""
     plain = deepcopy(config)
-    plain.rope_parameters = {"rope_type": "default", "rope_theta": config.rope_parameters["rope_theta"]}
+    if hasattr(config, "rope_parameters"):
+        plain.rope_parameters = {"rope_type": "default", "rope_theta": config.rope_parameters["rope_theta"]}
     return plain
 
 
-def provider_fields(rotation: Rotation) -> dict[str, Any]:
+def provider_fields(rotation: Rotation | None) -> dict[str, Any]:
     """Return the provider's fields for plain embeddings; `set_rotation` then sets their frequencies.
 
     Attention multiplies by 0.1 * yarn_mscale * log(yarn_rotary_scaling_factor) + 1 with any type of embeddings.
     """
+    if rotation is None:
+        return {"position_embedding_type": "none"}
     return {
         "position_embedding_type": "rope",
         "rotary_percent": rotation.part,
@@ -84,24 +89,28 @@ def provider_fields(rotation: Rotation) -> dict[str, Any]:
     }
 
 
-def check_fusion(config: Any, rotation: Rotation, *, is_fused: bool) -> None:
+def check_fusion(config: Any, rotation: Rotation | None, *, is_fused: bool) -> None:
     """Refuse the fused kernel if the rotation has an attention factor, which the kernel ignores.
 
     Raises:
         ConfigError: The kernel is fused and the factor is not 1.
     """
-    problem = fusion_problem(rope_type(config.to_dict()), rotation.attention_factor) if is_fused else None
+    problem = (
+        fusion_problem(rope_type(config.to_dict()), rotation.attention_factor)
+        if is_fused and rotation is not None
+        else None
+    )
     if problem is not None:
         raise ConfigError(problem)
 
 
-def set_rotation(chunks: Sequence[Any], rotation: Rotation) -> None:
+def set_rotation(chunks: Sequence[Any], rotation: Rotation | None) -> None:
     """Set the frequencies of every stage's embeddings.
 
     Megatron-core keeps them as a plain attribute and moves them to the device in the first pass.
     """
     for module in (module for chunk in chunks for module in chunk.modules()):
-        if isinstance(module, RotaryEmbedding):
+        if isinstance(module, RotaryEmbedding) and rotation is not None:
             if module.inv_freq.shape != rotation.inverse_frequencies.shape:
                 raise ValueError(
                     f"{module} has {len(module.inv_freq)} frequencies, not {len(rotation.inverse_frequencies)}"

@@ -59,6 +59,13 @@ def test_linear_attention_without_its_kernels_ends_in_one_line() -> None:
     assert missing_kernels(config, make_settings("unused", backend="megatron").megatron_cfg) is None
 
 
+@pytest.mark.skipif(find_spec("mamba_ssm") is not None, reason="mamba-ssm is installed")
+def test_mamba_layers_without_their_kernels_end_in_one_line() -> None:
+    on_engine = make_settings("unused", backend="megatron", transformer_impl="transformer_engine").megatron_cfg
+    message = str(missing_kernels({"model_type": "nemotron_h"}, on_engine))
+    assert "but it is not installed; `make mamba`, or use policy.dtensor_cfg" in message and "\n" not in message
+
+
 def test_an_engine_for_another_torch_is_told_with_what_fails(engine_of_another_torch):
     problem = import_problem()
     assert problem is not None and SYMBOL in problem and "\n" not in problem
