@@ -2,10 +2,11 @@
 
     python benchmarks/scheduler_pace.py --json results/scheduler_pace.json
 
-A model of one narrow layer on a CPU, so that most of a step is the engine's own work: scheduling, preparing inputs, and
-handling outputs. 512 requests decode at the same time; calls take turns with each way to find slots for a token
-(`nemo_offload_rl/generation/vllm/schedulers.py`). Printed are medians of the seconds that the engine's thread ran, in a
-whole step and in the scheduler's `schedule`, and the ratio of both ways.
+A model of one narrow layer on a CPU, so that most of a step is the engine's own work. 512 requests decode at the same
+time; calls take turns with our scheduler (`nemo_offload_rl/generation/vllm/decode_steps.py`) and with vLLM's. Printed
+are medians of the seconds that the engine's thread ran: in a whole step, in `schedule`, in `update_from_output`, in
+`process_outputs`, which makes what callers read, and in the rest, which is the model and its inputs. A GPU has another
+runner of models, so only the three parts are those of a GPU.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from qwen3_shapes import Qwen3Shape, write_model
 
 SHAPE = Qwen3Shape(hidden=32, layers=1, intermediate=32, heads=2, kv_heads=1, head_dim=32, vocab=128)
 PROMPT = [4, 5, 6, 7, 8, 9]
+PARTS = ("step", "schedule", "update_from_output", "process_outputs")
 
 
 def timed(call: Any, seconds: list[float]) -> Any:
@@ -39,38 +41,52 @@ def timed(call: Any, seconds: list[float]) -> Any:
 
 
 def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of each way's steps and schedules."""
+    """Seconds of each way's steps and their parts."""
+    import torch
     from engine_process import engine_settings  # pyright: ignore[reportMissingImports]
+    from vllm.v1.core.sched.scheduler import Scheduler
 
     from nemo_offload_rl.generation.vllm.engine import VllmEngine
     from nemo_offload_rl.keys.generation import SamplingSettings
 
+    class Endless(VllmEngine):
+        """Responses end at their length alone, so each step has all requests."""
+
+        def _params(self, *arguments: Any, **more: Any) -> Any:
+            params = super()._params(*arguments, **more)
+            params.ignore_eos = True
+            return params
+
+    torch.set_num_threads(1)
     settings = engine_settings(
         folder,
         max_model_len=options.tokens + len(PROMPT) + 2,
         kv_cache_memory_gib=2.0,
         per_request_seeds=False,
-        vllm_kwargs={"max_num_seqs": options.requests, "load_format": "auto"},
+        vllm_kwargs={"max_num_seqs": options.requests, "block_size": options.block_tokens, "load_format": "auto"},
     )
-    vllm_engine = VllmEngine(settings)
-    engine = vllm_engine._engine.llm_engine
-    scheduler: Any = engine.engine_core.engine_core.scheduler  # pyright: ignore[reportAttributeAccessIssue]
-    manager = scheduler.kv_cache_manager
-    ways = {"ours": manager.allocate_slots, "vLLM's": type(manager).allocate_slots.__get__(manager)}
-    step, schedule = engine.step, scheduler.schedule
-    result: dict[str, Any] = {"block_tokens": manager.coordinator.single_type_managers[0].block_size}
-    found: dict[str, dict[str, list[float]]] = {name: {"step_s": [], "schedule_s": []} for name in ways}
+    vllm_engine = Endless(settings)
+    engine: Any = vllm_engine._engine.llm_engine
+    scheduler, processor = engine.engine_core.engine_core.scheduler, engine.output_processor
+    vllms = [way.__get__(scheduler) for way in (Scheduler.schedule, Scheduler.update_from_output)]
+    ways = {"ours": (True, scheduler.schedule, scheduler.update_from_output), "vLLM's": (False, *vllms)}
+    step, process = engine.step, processor.process_outputs
+    found = {name: {part: [] for part in PARTS} for name in ways}
     for call in range(options.calls + 1):
-        for name, way in ways.items():
-            lists = found[name] if call else {"step_s": [], "schedule_s": []}
-            manager.allocate_slots = way
-            engine.step, scheduler.schedule = timed(step, lists["step_s"]), timed(schedule, lists["schedule_s"])
+        for name, (is_ours, schedule, update) in ways.items():
+            lists = found[name] if call else {part: [] for part in PARTS}
+            scheduler._is_short = is_ours  # read as requests come
+            scheduler.schedule = timed(schedule, lists["schedule"])
+            scheduler.update_from_output = timed(update, lists["update_from_output"])
+            processor.process_outputs = timed(process, lists["process_outputs"])
+            engine.step = timed(step, lists["step"])
             sampling = SamplingSettings(max_new_tokens=options.tokens, seed=call)
             vllm_engine.generate([PROMPT] * (options.requests // 8), sampling, 8)
     vllm_engine.shutdown()
-    for kind in ("step_s", "schedule_s"):
-        result[kind] = {name: statistics.median(lists[kind]) for name, lists in found.items()}
-    return result | {"num_steps": len(found["ours"]["step_s"])}
+    seconds = {name: {part: statistics.median(each) for part, each in lists.items()} for name, lists in found.items()}
+    for parts in seconds.values():
+        parts["model"] = 2 * parts["step"] - sum(parts.values())
+    return {"block_tokens": options.block_tokens, "seconds": seconds, "num_steps": len(found["ours"]["step"])}
 
 
 def main() -> None:
@@ -78,6 +94,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=150)
     parser.add_argument("--calls", type=int, default=6)
+    parser.add_argument("--block-tokens", type=int, default=16)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
 
@@ -88,9 +105,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), SHAPE, "cpu", ties_embeddings=True)
         result = measure(Path(folder), options)
-    for kind in ("step_s", "schedule_s"):
-        ours_s, other_s = result[kind].values()
-        print(f"{kind:11} ours {1e3 * ours_s:6.2f} ms  vLLM's {1e3 * other_s:6.2f} ms  ratio {ours_s / other_s:.2f}")
+    ways = result["seconds"]
+    for part in ways["ours"]:
+        print(f"{part:20}", *(f"{name} {1e3 * seconds[part]:6.2f} ms " for name, seconds in ways.items()))
     write_result(options.json, {**measured_with(), "requests": options.requests, **result})
 
 

@@ -130,6 +130,8 @@ class AsyncVllmEngine(VllmEngineBase):
         """See `PausingEngine`."""
 
         async def abort() -> None:
+            # A pause tells all tokens, which vLLM's aborts do not have (`decode_steps.py`).
+            await self._engine.pause_generation(mode="keep", clear_cache=False)
             await self._engine.pause_generation(mode="abort", clear_cache=False)
             await self._engine.resume_generation()
 

@@ -1,8 +1,6 @@
 """Schedulers of the engines; vLLM calls `rollout_scheduler` by name (`scheduler_cls`).
 
-**Decoding.** In each step vLLM 0.25.1 asks for blocks for the next token of each request, though only one token in a
-block needs a new one. `slots_of_decoding` answers the others at once. With 512 requests a step then takes the engine's
-thread 0.84 times as long, and scheduling alone 0.43 times (`benchmarks/scheduler_pace.py`, on a CPU).
+Steps of decoding take less time than vLLM's, see `decode_steps.py`.
 
 **Kept blocks.** KV blocks of requests can be kept on the host while the engine sleeps. A request that runs goes back to
 the queue with its blocks and the number of its computed tokens. vLLM admits it from there without computing them again,
@@ -17,15 +15,15 @@ of each response is lost and computed again with other weights. It needs a GPU, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request, RequestStatus
+
+from nemo_offload_rl.generation.vllm.decode_steps import AsyncDecodeScheduler, DecodeScheduler
 
 
 @dataclass(frozen=True)
@@ -43,40 +41,7 @@ class KeptKvSettings:
         return ""
 
 
-def slots_of_decoding(manager: KVCacheManager) -> Callable[..., KVCacheBlocks | None]:
-    """Return `manager.allocate_slots` with a short way for a token inside of a block that its request has.
-
-    Such a token needs no new block. It fills none either, so no block has to be recorded for other requests with the
-    same prefix. Models whose layers have several kinds of caches, or give blocks back, have no short way.
-    """
-    usual, groups, none = manager.allocate_slots, manager.kv_cache_config.kv_cache_groups, manager.empty_kv_cache_blocks
-    if len(groups) != 1 or type(groups[0].kv_cache_spec) is not FullAttentionSpec:
-        return usual
-    (of_group,) = manager.coordinator.single_type_managers
-    last = of_group.block_size - 1
-
-    def allocate(
-        request: Request, num_new_tokens: int, *others: Any, num_lookahead_tokens: int = 0, **more: Any
-    ) -> KVCacheBlocks | None:
-        is_inside = num_new_tokens == 1 and 0 < request.num_computed_tokens % (last + 1) < last
-        if is_inside and request.status is RequestStatus.RUNNING and not (num_lookahead_tokens or others or more):
-            return none
-        return usual(request, num_new_tokens, *others, num_lookahead_tokens=num_lookahead_tokens, **more)
-
-    return allocate
-
-
-class _Decoding(Scheduler):
-    def __init__(self, *arguments: Any, **more: Any) -> None:
-        super().__init__(*arguments, **more)
-        self.kv_cache_manager.allocate_slots = slots_of_decoding(self.kv_cache_manager)
-
-
-class _AsyncDecoding(_Decoding, AsyncScheduler):
-    pass
-
-
-class _Keeping(_Decoding):
+class _Keeping(DecodeScheduler):
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> Any:
         """Drop cached prefixes, whose blocks will lose their contents, and stop the requests that run.
 
@@ -143,5 +108,5 @@ def rollout_scheduler(*, vllm_config: Any, **arguments: Any) -> Scheduler:
     if isinstance(vllm_config.additional_config, KeptKvSettings):
         kind = _AsyncKeeping if is_async else _Keeping
     else:
-        kind = _AsyncDecoding if is_async else _Decoding
+        kind = AsyncDecodeScheduler if is_async else DecodeScheduler
     return kind(vllm_config=vllm_config, **arguments)
