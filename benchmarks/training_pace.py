@@ -14,7 +14,8 @@ Each variant gets a process of its own, and takes passes with GRPO's loss over r
   host, and its kernels' seconds are divided by those of passes without a trace;
 - kernels of a micro-batch;
 - seconds of the first pass, which compiles, and its graphs, with how many of them the cache on disk had. That cache is
-  in a new folder, so "as configured" compiles and "caches warm", a process of its own, finds it;
+  in a new folder, so "as configured" compiles and "caches warm", a process of its own, finds it; "compiled early" does
+  so before the worker is made, as a run does while its engine starts (`made_s` in the results has both);
 - on a CPU, the operations that the host dispatches for a micro-batch, which are the same in every run;
 - the allocator's peak, and whether the loss is bit for bit that of the first variant.
 
@@ -56,7 +57,7 @@ def fsdp_itself() -> None:
     """Leave a single rank's units as FSDP makes them."""
     from nemo_offload_rl.backends.dtensor import parallel
 
-    parallel.use_one_rank = lambda units: None
+    parallel.use_one_rank = lambda units, **_: None
 
 
 def constant_sizes() -> None:
@@ -96,6 +97,7 @@ VARIANTS = {
     "dtensor": (
         Variant("as configured"),
         Variant("caches warm"),
+        Variant("compiled early"),
         Variant("constant sizes"),
         Variant("FSDP itself"),
         Variant("not compiled", NOT_COMPILED),
@@ -127,14 +129,22 @@ class Dispatched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def leave_to_first_pass(_settings: Any, _process: Any) -> None:
+    """Compile nothing before the worker is made."""
+
+
 def measure(run: Run, variant: Variant, sizes: tuple[int, ...]) -> dict[str, Any]:
     """Time the passes of one variant."""
     from nemo_offload_rl.algorithms.losses import ClippedPGLoss
     from nemo_offload_rl.keys.grpo import ClippedPGLossConfig
+    from nemo_offload_rl.policy.early_start import compile_early
 
     CHANGES.get(variant.name, lambda: None)()
     with nullcontext() if run.backend == "dtensor" else on_device(run.device):
-        worker = worker_of(run, variant.overrides)
+        begin_s = time.perf_counter()
+        before = compile_early if variant.name == "compiled early" else leave_to_first_pass
+        worker = worker_of(run, variant.overrides, before=before)
+        made_s = time.perf_counter() - begin_s
         batch, loss_fn = policy_gradient_batch(run), ClippedPGLoss(ClippedPGLossConfig())
 
         def train() -> Any:
@@ -153,7 +163,7 @@ def measure(run: Run, variant: Variant, sizes: tuple[int, ...]) -> dict[str, Any
                 except RuntimeError as error:  # out of memory
                     found[f"{kind}, {size} rows"] = {"error": str(error).split(". ")[0]}
         worker.shutdown()
-    return {"passes": found}
+    return {"made_s": made_s, "passes": found}
 
 
 def policy_gradient_batch(run: Run) -> Any:

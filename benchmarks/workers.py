@@ -64,7 +64,13 @@ class Run:
 
 
 def worker_of(
-    run: Run, overrides: Sequence[str] = (), *, process: Any = None, keep_reference: bool = False, **settings: Any
+    run: Run,
+    overrides: Sequence[str] = (),
+    *,
+    process: Any = None,
+    keep_reference: bool = False,
+    before: Callable[[Any, Any], None] = lambda settings, process: None,
+    **settings: Any,
 ) -> Any:
     """Make a policy worker.
 
@@ -73,6 +79,7 @@ def worker_of(
         overrides: Of this worker; they win over those of `run`.
         process: Its `ProcessInfo`, as one of several ranks; None for a worker alone on the first device.
         keep_reference: Keep the initial parameters.
+        before: Called with the worker's settings and process before it is made.
         settings: Fields of `PolicySettings` that no key sets.
     """
     from nemo_offload_rl.backends.dtensor import rules as of_dtensor
@@ -106,6 +113,7 @@ def worker_of(
         device="cuda:0" if run.device == "cuda" else "cpu",
     )
     worker_settings = replace(to_grpo_config(cfg, resolved).worker, **settings)
+    before(worker_settings, process)
     return PolicyWorker(worker_settings, process, keep_reference=keep_reference)
 
 

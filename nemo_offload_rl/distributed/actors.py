@@ -72,9 +72,12 @@ class HostedWorker:
             stderr_path=os.readlink("/proc/self/fd/2"),
         )
 
-    def load(self, function: str, kwargs: Mapping[str, Any]) -> None:
-        """Import the worker's libraries before it is built."""
-        import_factory(function)(**kwargs)
+    def load(self, function: str, kwargs: Mapping[str, Any]) -> Outcome:
+        """Call a function before the worker is built, such as one that imports its libraries.
+
+        `build` returns its warnings.
+        """
+        return Outcome(import_factory(function)(**kwargs), [])
 
     def build(self, factory: str, kwargs: Mapping[str, Any]) -> Outcome:
         """Make the worker; heavy imports happen here."""

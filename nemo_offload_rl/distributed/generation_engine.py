@@ -27,6 +27,7 @@ _MAX_REQUESTS_IN_FLIGHT = 256
 _KEPT_FREE = 64  # requests in flight that are left to calls other than generation
 _WAIT_S = 2.0
 _CALLS_AHEAD = 2
+_IMPORT = "nemo_offload_rl.generation.vllm.base:import_engine"
 
 
 class RayGenerationEngine:
@@ -38,12 +39,20 @@ class RayGenerationEngine:
         cluster: Slots of the engines, which end with the cluster.
         settings: Settings of the engines; engine i has `seed` + i.
         env_vars: Override variables that vLLM needs in its environment.
+        begins: Start the engines at once; otherwise `begin` does, and meanwhile they import vLLM.
 
     Raises:
         ConfigError: `tensor_parallel_size` does not fit the cluster.
     """
 
-    def __init__(self, cluster: VirtualCluster, settings: VllmSettings, env_vars: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        cluster: VirtualCluster,
+        settings: VllmSettings,
+        env_vars: dict[str, str] | None = None,
+        *,
+        begins: bool = True,
+    ) -> None:
         device_type, tp_size = cluster.settings.device_type, settings.tensor_parallel_size
         num_engines = cluster.world_size // tp_size
         if problem := engine_devices_problem(tp_size, cluster.settings.workers_per_node):
@@ -61,7 +70,9 @@ class RayGenerationEngine:
         )
         self._cluster = cluster
         self._spec = spec
-        self._group = RayWorkerGroup(cluster, spec)
+        self._group = RayWorkerGroup(cluster, spec, builds=begins)
+        # Not beside `build`: an asynchronous engine runs calls in threads, and no two may import vLLM together.
+        self._import = None if begins else self._group.start_before_build(_IMPORT)
         self._tp_size = tp_size
         self._turn = itertools.cycle(range(num_engines))
         self._loads = EngineLoads(num_engines)
@@ -70,6 +81,12 @@ class RayGenerationEngine:
     def group(self) -> RayWorkerGroup:
         """The engines' processes; replaced by a restart."""
         return self._group
+
+    def begin(self) -> None:
+        """Start engines that have not begun (see `begins`), without waiting for them to be ready."""
+        if self._import is not None:
+            self._import()
+        self._group.build()
 
     def restart(self) -> None:
         """End the engines and start new ones in the same slots, without any state of the old ones."""

@@ -4,15 +4,33 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster
 from nemo_offload_rl.distributed.worker_group import RayWorkerGroup, WorkerSpec
 from nemo_offload_rl.keys.worker import PolicySettings, TeacherSettings
+from nemo_offload_rl.policy.early_start import compiles_layers
 from nemo_offload_rl.policy.policy import Policy
 from nemo_offload_rl.protocols.backend import ProcessInfo
 
 # The driver's time limit is shorter than torch's, so that the stacks of hanging processes can still be logged.
 _COLLECTIVE_SHARE = 1.25
+_EARLY = "nemo_offload_rl.policy.early_start"
+
+
+@dataclass(frozen=True)
+class EngineStart:
+    """The start of an engine, during which policy workers compile their layers.
+
+    Attributes:
+        begin: Begins it, after workers on the same devices hold the memory for that; None if it has begun, on devices
+            of its own.
+        wait: Called before workers allocate more.
+    """
+
+    begin: Callable[[], None] | None = None
+    wait: Callable[[], None] = lambda: None
 
 
 def start_policy(
@@ -20,7 +38,7 @@ def start_policy(
     settings: PolicySettings,
     keep_reference: bool,
     teacher: TeacherSettings | None = None,
-    wait: Callable[[], None] | None = None,
+    engine: EngineStart | None = None,
 ) -> Policy:
     """Start one policy worker in every slot of the cluster, without waiting for them, and return the `Policy`.
 
@@ -29,7 +47,7 @@ def start_policy(
         settings: The policy's settings.
         keep_reference: Keep the initial parameters for reference logprobs.
         teacher: A separate frozen model in each worker.
-        wait: Called while the workers import their libraries; they allocate device memory only after it returns.
+        engine: The engine of the run; None if there is none.
     """
     world_size = cluster.world_size
     on_gpu = cluster.settings.device_type == "cuda"
@@ -53,9 +71,19 @@ def start_policy(
         per_rank_kwargs=[{"process": process} for process in processes],
         env_vars=policy_env_vars(settings, None if on_gpu else cluster.settings.workers_per_node),
     )
-    group = RayWorkerGroup(cluster, spec, builds=wait is None)
-    if wait is not None:
-        wait()
+    group = RayWorkerGroup(cluster, spec, builds=engine is None)
+    if engine is not None:
+        compile_early = partial(group.start_before_build, f"{_EARLY}:compile_early")
+        is_compiled = compiles_layers(settings, processes[0])
+        if engine.begin is None:
+            if is_compiled:
+                compile_early()
+        else:
+            held_bytes = min(group.start_before_build(f"{_EARLY}:hold_memory")()) if is_compiled else 0
+            if held_bytes:
+                compile_early(most_bytes=held_bytes)
+            engine.begin()
+        engine.wait()
         group.build()
     return Policy(group, settings, teacher)
 

@@ -53,8 +53,8 @@ class WorkerSpec:
     Attributes:
         name: Name in messages, such as "policy" or "vllm".
         factory: `"package.module:Class"`, imported in the worker's process.
-        libraries: `"package.module:function"`, called with `kwargs` as soon as the process runs, to import modules of
-            the class before `build`. Its errors are dropped, since `build` raises them again.
+        libraries: `"package.module:function"`, called with the worker's arguments as soon as the process runs, to
+            import modules of the class before `build`. Its errors are dropped, since `build` raises them again.
         kwargs: Arguments of the class, the same for every rank.
         per_rank_kwargs: More arguments, by rank; empty for none.
         env_vars: Variables set in the worker's process before any import; they override the rendezvous variables.
@@ -122,8 +122,7 @@ class RayWorkerGroup:
             self._actors.append(WorkerActor.options(**options).remote())
         self._location_refs = [actor.location.remote() for actor in self._actors]
         if spec.libraries is not None:
-            for actor in self._actors:
-                actor.load.remote(spec.libraries, spec.kwargs)
+            self.start_before_build(spec.libraries)
         self._raised: list[BaseException] = []
         self._shown: dict[int, object] = {}  # of dead workers' processes, by the call that showed the last words
         # A call that was interrupted, or failed on some ranks only, may still run on others.
@@ -134,12 +133,32 @@ class RayWorkerGroup:
 
     def build(self) -> None:
         """Begin to build the workers, once."""
-        extra = self._spec.per_rank_kwargs or ({},) * len(self._actors)
         refs = tuple(
-            actor.build.remote(self._spec.factory, {**self._spec.kwargs, **extra[rank]})
-            for rank, actor in enumerate(self._actors)
+            actor.build.remote(self._spec.factory, kwargs)
+            for actor, kwargs in zip(self._actors, self._kwargs(), strict=True)
         )
         self._building = PendingCall("build", refs)
+
+    def start_before_build(self, function: str, **more: Any) -> Callable[[], list[Any]]:
+        """Call `"package.module:function"` in each worker's process with the worker's arguments, before `build`.
+
+        Args:
+            function: The function.
+            **more: Further arguments.
+
+        Returns:
+            A function that waits and returns the results by rank; if it is not called, errors are dropped.
+        """
+        refs = tuple(
+            actor.load.remote(function, {**kwargs, **more})
+            for actor, kwargs in zip(self._actors, self._kwargs(), strict=True)
+        )
+        return partial(self._results, PendingCall("load", refs))
+
+    def _kwargs(self) -> list[dict[str, Any]]:
+        """Return the arguments of each rank's worker."""
+        extra = self._spec.per_rank_kwargs or ({},) * len(self._actors)
+        return [{**self._spec.kwargs, **mine} for mine in extra]
 
     @property
     def world_size(self) -> int:

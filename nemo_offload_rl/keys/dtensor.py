@@ -95,9 +95,9 @@ class DTensorConfig:
     torch_compile: Annotated[
         bool,
         doc(
-            "Compile the layers with torch.compile. Steps are then faster and need less memory; the first one takes "
-            "half a minute longer, unless an earlier run left the compiled code on disk. Needs `tensor_parallel_size` "
-            "1. No effect on CPU or on layers with experts."
+            "Compile the layers with torch.compile, while the engine starts or in the first step. Steps are then "
+            "faster and need less memory. Compiling takes half a minute, less if an earlier run left the compiled code "
+            "on disk. Needs `tensor_parallel_size` 1. No effect on CPU or on layers with experts."
         ),
     ] = True
     cpu_offload: Annotated[

@@ -27,6 +27,7 @@ from nemo_offload_rl.keys.worker import PolicySettings, TeacherSettings
 from nemo_offload_rl.memory.host_plan import render_host_plan
 from nemo_offload_rl.policy.checkpointing import CheckpointSaver
 from nemo_offload_rl.policy.communicators import make_communicators
+from nemo_offload_rl.policy.early_start import return_memory
 from nemo_offload_rl.policy.passes import Passes, TrainingPace, in_rows_of, micro_batch_rows, told_out_of_memory
 from nemo_offload_rl.policy.peers import Peers
 from nemo_offload_rl.policy.process import closing, record_memory_history, use_deterministic_algorithms
@@ -76,6 +77,7 @@ class PolicyWorker:
         if settings.deterministic:
             use_deterministic_algorithms()
         device = make_device(torch.device(process.device))
+        return_memory(process)
         limit_gpu_memory(settings.gpu_memory_limit_gib, device, process)
         self._communicators = make_communicators(settings, torch.device(process.device))
         # With a teacher, the sizes of both models are known only after they are built.

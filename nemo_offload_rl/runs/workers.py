@@ -2,7 +2,7 @@
 
 On shared devices:
 1. The engines start first, since vLLM measures the free memory, and go to sleep. Meanwhile the policy's processes
-   import their libraries.
+   import their libraries and compile the layers, in memory that they took before the engines began.
 2. The policy is built in the free memory, and leaves the devices.
 3. The first refit wakes the engines.
 The policy also leaves the devices before engines restart; new engines sleep until the next refit.
@@ -130,7 +130,7 @@ def grpo_workers(
     """
     # Imported late, since Ray takes seconds to import and bad input should be refused first.
     from nemo_offload_rl.distributed.generation_engine import RayGenerationEngine
-    from nemo_offload_rl.distributed.policy_group import start_policy
+    from nemo_offload_rl.distributed.policy_group import EngineStart, start_policy
     from nemo_offload_rl.distributed.virtual_cluster import cluster_session
 
     colocated = config.policy.generation.colocated.enabled
@@ -139,16 +139,16 @@ def grpo_workers(
             session = cluster_session(config.cluster, num_colocated_groups=2 if colocated else 1)
             cluster = stack.enter_context(session)
         engine_cluster = cluster if colocated else cluster.reserve_more(_engine_devices(config))
-        engine = RayGenerationEngine(engine_cluster, config.engine)
-
-        def wait_for_engine() -> None:
-            with starting("engine"):
-                engine.wait_until_ready()
-                engine.finish_generation(discard_weights=True)
-
         shares_gpus = colocated and config.cluster.device_type == "cuda"
-        wait = wait_for_engine if shares_gpus else None
-        policy = start_policy(cluster, config.worker, keep_reference, teacher, wait)
+        engine = RayGenerationEngine(engine_cluster, config.engine, begins=not shares_gpus)
+
+        def rest_engine() -> None:
+            engine.wait_until_ready()
+            engine.finish_generation(discard_weights=True)
+
+        start = EngineStart(engine.begin, rest_engine) if shares_gpus else EngineStart()
+        with starting("engine") if shares_gpus else nullcontext():
+            policy = start_policy(cluster, config.worker, keep_reference, teacher, start)
         yield GrpoWorkers(policy, engine, config.policy.generation, cluster, starting, shares_gpus)
 
 

@@ -49,6 +49,11 @@ def remember(greeting: str, **others: object) -> None:
     os.environ["LOADED_FOR"] = greeting
 
 
+def tell(greeting: str, more: int, **others: object) -> tuple[str, int]:
+    logging.getLogger("nemo_offload_rl.echo").warning("told before it was built")
+    return greeting, more
+
+
 def hang(**others: object) -> None:
     time.sleep(600)
 

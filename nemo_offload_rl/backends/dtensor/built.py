@@ -19,6 +19,7 @@ from nemo_offload_rl.backends.dtensor.loading import (
     find_weights,
     materialize,
     read_weights,
+    take_sample,
     weight_buffers,
 )
 from nemo_offload_rl.backends.dtensor.lora import LoraWeights, add_adapters, name_without_adapters
@@ -67,6 +68,8 @@ class BuiltModel:
         settings: Settings of the policy, or of a teacher in the form of a policy's.
         process: This rank.
         is_frozen: The model is not trained: parameters have the compute type and no gradient.
+        is_sample: Build a small sample of the model without weights, whose layers compile to the same code; see
+            `take_sample`. For one rank.
 
     Attributes:
         config: The Hugging Face config, overrides included.
@@ -87,7 +90,9 @@ class BuiltModel:
         lora: The adapters; None without.
     """
 
-    def __init__(self, settings: PolicySettings, process: ProcessInfo, *, is_frozen: bool = False) -> None:
+    def __init__(
+        self, settings: PolicySettings, process: ProcessInfo, *, is_frozen: bool = False, is_sample: bool = False
+    ) -> None:
         tp_size, lora_cfg = settings.dtensor_cfg.tensor_parallel_size, settings.dtensor_cfg.lora_cfg
         ep_size = settings.dtensor_cfg.expert_parallel_size
         self.config = load_config(settings.model_name, settings.hf_config_overrides)
@@ -117,9 +122,11 @@ class BuiltModel:
             shares_rows=cp_size > 1,
         )
         causal_lm = build_causal_lm(self.config, attention, dropout=settings.dropout)
-        if on_gpu and process.rank == 0 and (advice := missing_kernels(causal_lm)) is not None:
+        if on_gpu and process.rank == 0 and not is_sample and (advice := missing_kernels(causal_lm)) is not None:
             logger.warning(advice)
         sources = find_weights(causal_lm, settings.model_name)
+        if is_sample:
+            take_sample(causal_lm, first_differs=lora_cfg.enabled)
         if is_frozen:
             freeze(causal_lm, compute_dtype)
         if settings.dtensor_cfg.activation_checkpointing and not is_frozen:
@@ -158,13 +165,14 @@ class BuiltModel:
             is_tied = causal_lm.get_output_embeddings().weight is causal_lm.get_input_embeddings().weight
             embedding, scorer = causal_lm.get_input_embeddings(), self.module.scorer
             units = [[embedding, scorer]] if is_tied else [[embedding], [scorer]]
-        self.fsdp_root = parallel.apply_fsdp(self.module, layers, meshes, compute_dtype, units)
+        self.fsdp_root = parallel.apply_fsdp(self.module, layers, meshes, compute_dtype, units, is_empty=is_sample)
         if settings.dtensor_cfg.activation_checkpointing and not is_frozen:
             for layer in layers:
                 parallel.prepare_when_computed_again(layer, compute_dtype)
         outer = [modules[0] for modules in units]
         in_order = [*outer[:1], *self.layers, *outer[1:]] if units else []
-        materialize(self.module, self._device, empty={it for unit in in_order for it in unit.parameters()})
+        empty = [self.module] if is_sample else in_order
+        materialize(self.module, self._device, empty={it for unit in empty for it in unit.parameters()})
         self.parameters = self.module.hf_parameters()
         part_of = {parameter: unit for unit in in_order for parameter in unit.parameters()}
         self.parts = [Part(unit, [it for it in self.parameters if part_of.get(it[1]) is unit]) for unit in in_order]
@@ -172,7 +180,8 @@ class BuiltModel:
         self.lora = LoraWeights(self.parameters, lora_cfg) if lora_cfg.enabled else None
         own = self.outside if self.lora is None else self.lora.named_base()
         self._sources = sources
-        read_weights([*own, *self.weight_buffers()], sources)
+        if not is_sample:
+            read_weights([*own, *self.weight_buffers()], sources)
         if self.lora is not None:
             self.parameters = self.lora.trainable
 

@@ -35,6 +35,9 @@ from nemo_offload_rl.models.towers import PART_OF, is_of_towers, place_in_whole,
 from nemo_offload_rl.residency import local_tensor
 
 _META = torch.device("meta")
+_PLAIN = (bool, int, float, str, type(None))
+_SAMPLE_ROWS = 4096  # the block of the kernels for logprobs
+_MULTIPLE = 16  # numbers that it divides get kernels of their own from Triton
 _EXPERT_BIASES = ("e_score_correction_bias", "expert_bias")
 # Wrong values of a config fail anywhere in a model's code.
 BUILD_ERRORS = (
@@ -79,6 +82,44 @@ def build_causal_lm(config: Any, attention: str, *, dropout: bool = False) -> An
     # A padding row without gradient would depend on the vocabulary's split; padding gets no gradient anyway.
     model.get_input_embeddings().padding_idx = None
     return model.eval()
+
+
+def take_sample(model: Any, *, first_differs: bool) -> None:
+    """Leave one layer of each kind, and a small part of the vocabulary, of a model on the meta device.
+
+    The size of that part has the remainder that Triton compiles kernels of the output layer for.
+
+    Args:
+        model: Result of `build_causal_lm`.
+        first_differs: The first layer is a kind of its own, since its input has no gradient.
+    """
+    base = model.base_model
+    layers = decoder_layers(model)
+    name = next(name for name, child in base.named_children() if child is layers)
+    kinds = [(_kind_of(layer), first_differs and index == 0) for index, layer in enumerate(layers)]
+    kept = [index for index, kind in enumerate(kinds) if kind not in kinds[:index]]
+    setattr(base, name, nn.ModuleList(layers[index] for index in kept))
+    if getattr(base.config, "layer_types", None):
+        base.config.layer_types = [base.config.layer_types[index] for index in kept]
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    is_tied = output.weight is embedding.weight
+    for module in (embedding, output):
+        rows = min(len(module.weight), _SAMPLE_ROWS + len(module.weight) % _MULTIPLE)
+        module.weight = nn.Parameter(module.weight[:rows].detach())
+        if getattr(module, "bias", None) is not None:
+            module.bias = nn.Parameter(module.bias[:rows].detach())
+    embedding.num_embeddings = output.out_features = rows
+    if is_tied:
+        output.weight = embedding.weight
+
+
+def _kind_of(layer: nn.Module) -> tuple[Any, ...]:
+    """Return all that tells a layer's code from another's: classes, constants except its number, and shapes."""
+    return tuple(
+        (name, type(part), tuple(part._parameters), tuple(it.shape for it in part.parameters(recurse=False)), constants)
+        for name, part in layer.named_modules()
+        for constants in [tuple(it for it in vars(part).items() if it[0] != "layer_idx" and isinstance(it[1], _PLAIN))]
+    )
 
 
 def make_buffers_of_biases(model: nn.Module) -> None:

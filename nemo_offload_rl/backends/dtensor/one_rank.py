@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, alloc_storage
@@ -16,8 +17,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 
-def use_one_rank(units: list[FSDPModule]) -> None:
+def use_one_rank(units: list[FSDPModule], *, is_empty: bool = False) -> None:
     """Replace the work of FSDP units whose parameters are on one rank; FSDP's hooks and states stay.
+
+    With `is_empty` the parameters have no memory: passes compute with zeros, and drop gradients.
 
     Results are the same bits. Gradients are added to the float32 ones after each backward pass of a unit. A frozen
     parameter in the compute type is read where it is, without a copy.
@@ -25,7 +28,7 @@ def use_one_rank(units: list[FSDPModule]) -> None:
     for unit in units:
         group = unit._get_fsdp_state()._fsdp_param_group
         if group is not None:
-            group.__class__ = _OneRankGroup
+            group.__class__ = _EmptyGroup if is_empty else _OneRankGroup
 
 
 @torch.no_grad()
@@ -36,7 +39,7 @@ def add_gradients(unit: FSDPModule) -> None:
     """
     group = unit._get_fsdp_state()._fsdp_param_group
     if group is not None:
-        _add_gradients(group)
+        cast(_OneRankGroup, group).add_gradients()
 
 
 def _add_gradients(group: FSDPParamGroup) -> None:
@@ -60,6 +63,8 @@ def _add_gradients(group: FSDPParamGroup) -> None:
 class _OneRankGroup(FSDPParamGroup):
     """The parameters of a unit."""
 
+    _reads_in_place = True
+
     def unshard(self, async_op: bool = False) -> None:
         """Do nothing: `wait_for_unshard` casts, on the current stream."""
 
@@ -77,12 +82,15 @@ class _OneRankGroup(FSDPParamGroup):
             alloc_storage(output)
         if outputs:
             with torch.autograd._unsafe_preserve_version_counter(outputs):  # pyright: ignore[reportPrivateImportUsage]
-                torch._foreach_copy_(outputs, [it._sharded_param_data for it in cast_params])  # pyright: ignore[reportPrivateImportUsage]
+                self._fill(outputs, [it._sharded_param_data for it in cast_params])
         self._to_unsharded()
+
+    def _fill(self, outputs: tuple[Tensor, ...], sources: list[Tensor]) -> None:
+        torch._foreach_copy_(outputs, sources)  # pyright: ignore[reportPrivateImportUsage]
 
     def _init_output(self, parameter: FSDPParam) -> None:
         source = parameter._sharded_param_data
-        if parameter.param_dtype is None and not parameter.sharded_param.requires_grad:
+        if self._reads_in_place and parameter.param_dtype is None and not parameter.sharded_param.requires_grad:
             parameter.all_gather_outputs = [source]
             parameter.init_unsharded_param()
             parameter.all_gather_outputs = []  # FSDP would free the memory of tensors listed here
@@ -96,11 +104,30 @@ class _OneRankGroup(FSDPParamGroup):
         """Add the gradients, and free the cast parameters."""
         self._training_state = TrainingState.POST_BACKWARD
         with torch.no_grad():
-            _add_gradients(self)
+            self.add_gradients()
         self.reshard()
+
+    def add_gradients(self) -> None:
+        """Add autograd's gradients to the float32 ones."""
+        _add_gradients(self)
 
     def _record_post_forward(self) -> None:
         """Do nothing: no other group is prefetched."""
 
     def _backward_prefetch(self) -> None:
         """Do nothing; see `unshard`."""
+
+
+class _EmptyGroup(_OneRankGroup):
+    """Parameters without memory; only the gathered ones have any."""
+
+    _reads_in_place = False
+
+    def _fill(self, outputs: tuple[Tensor, ...], sources: list[Tensor]) -> None:
+        torch._foreach_zero_(outputs)  # pyright: ignore[reportPrivateImportUsage]
+
+    def add_gradients(self) -> None:
+        """Drop them."""
+        for it in self.fsdp_params:
+            if hasattr(it, "_unsharded_param"):
+                it.unsharded_param.grad = None

@@ -118,6 +118,8 @@ def apply_fsdp(
     meshes: Meshes,
     compute_dtype: torch.dtype,
     more_units: Iterable[Sequence[nn.Module]] = (),
+    *,
+    is_empty: bool = False,
 ) -> FSDPModule:
     """Shard parameters over `fsdp`: a unit per layer, one for divided experts of a layer, and the root with the rest.
 
@@ -129,6 +131,7 @@ def apply_fsdp(
         meshes: Result of `build_meshes`.
         compute_dtype: Type to which parameters are cast when gathered.
         more_units: Groups of modules outside of the layers, one unit each; modules with shared parameters are in one.
+        is_empty: See `use_one_rank`; for one rank only.
     """
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for layer in layers:
@@ -151,7 +154,7 @@ def apply_fsdp(
         # Otherwise a factor selects NCCL's pre-multiplied sum, which gloo lacks.
         module.set_force_sum_reduction_for_comms(True)
     if meshes.fsdp.size() == 1:
-        use_one_rank(fsdp_modules(wrapped))
+        use_one_rank(fsdp_modules(wrapped), is_empty=is_empty)
     return wrapped
 
 

@@ -264,6 +264,12 @@ class VllmEngineBase(ABC):
     def _reset_prefix_cache(self) -> bool: ...
 
 
+def import_engine(**_arguments: object) -> None:
+    """Import vLLM's engines, which takes many seconds and no device memory."""
+    import vllm.v1.engine.async_llm
+    import vllm.v1.engine.llm_engine  # noqa: F401
+
+
 def start_error(error: ValueError, settings: VllmSettings) -> Exception:
     """Turn an error that the user's settings caused into a `ConfigError`; return any other unchanged."""
     text = " ".join(str(error).split())

@@ -12,7 +12,7 @@ from tiny_models import qwen3_config, save_model_folder
 from transformers import AutoModelForCausalLM
 
 from nemo_offload_rl.distributed.generation_engine import RayGenerationEngine
-from nemo_offload_rl.distributed.policy_group import start_policy
+from nemo_offload_rl.distributed.policy_group import EngineStart, start_policy
 from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster
 from nemo_offload_rl.distributed.worker_group import RayWorkerGroup, WorkerSpec
 from nemo_offload_rl.keys.engine import VllmSettings
@@ -44,10 +44,12 @@ def test_two_policy_workers_refit_two_engines_with_what_they_have_learnt(
         max_restarts=0,
         vllm_kwargs={},
     )
-    engine = RayGenerationEngine(cluster, settings)
+    engine = RayGenerationEngine(cluster, settings, begins=False)
+    start = EngineStart(engine.begin, engine.wait_until_ready)  # as on a GPU that both share
     # A learning rate at which one step changes what is said.
     optimizer = torch_optimizer("AdamW", lr=0.1)
-    policy = start_policy(cluster, make_settings(tmp_path / "model", optimizer=optimizer), keep_reference=False)
+    worker = make_settings(tmp_path / "model", optimizer=optimizer)
+    policy = start_policy(cluster, worker, keep_reference=False, engine=start)
     greedy = SamplingSettings(max_new_tokens=10, temperature=0.0)
     sampled = SamplingSettings(max_new_tokens=6, temperature=1.0, seed=1)
     prompts = [torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (3, 9, 150)]

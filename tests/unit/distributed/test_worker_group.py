@@ -60,6 +60,18 @@ def test_garbage_collections_do_not_go_through_what_was_there_once_workers_were_
     assert group.run_all(EchoWorker.is_collected) == [False, False]
 
 
+def test_calls_before_workers_are_built_return_results_and_warn_once_these_are_built(
+    cluster: VirtualCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = WorkerSpec(name="echo", factory=ECHO, kwargs={"greeting": "hi"}, num_workers=1)
+    workers = RayWorkerGroup(cluster, spec, builds=False)
+    assert workers.start_before_build("echo_workers:tell", more=2)() == [("hi", 2)]
+    workers.build()
+    workers.wait_until_ready()
+    assert "echo worker 0: told before it was built" in caplog.messages
+    workers.shutdown()
+
+
 def test_a_group_ends_while_it_still_loads_libraries(cluster: VirtualCluster) -> None:
     spec = WorkerSpec(name="echo", factory=ECHO, libraries="echo_workers:hang", num_workers=1)
     workers = RayWorkerGroup(cluster, spec, builds=False)

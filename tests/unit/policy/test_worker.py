@@ -163,7 +163,7 @@ def test_one_rank_computes_the_gradients_and_logprobs_of_fsdp_itself(folders, pr
     ends_uncounted = make_sparse_batch().select(range(7, -1, -1))  # its last two micro-batches count nothing
     assert not ends_uncounted.token_mask[4:].mul(ends_uncounted.sample_mask[4:, None]).any()
     found = []
-    for replaces in (use_one_rank, lambda units: None):
+    for replaces in (use_one_rank, lambda units, **_: None):
         monkeypatch.setattr(parallel, "use_one_rank", replaces)
         with one_rank_worker(folder, precision=precision, train_micro_batch_size=2) as worker:
             found.append([])

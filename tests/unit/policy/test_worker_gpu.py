@@ -10,9 +10,11 @@ import pytest
 import torch
 from policy_cases import make_batch, make_settings, save_family, worker_of
 from tiny_models import make_qwen3, make_tokenizer, qwen3_config, save_model_folder
+from torch._dynamo.utils import counters
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.errors import UserError
+from nemo_offload_rl.policy.early_start import compile_early, hold_memory
 from nemo_offload_rl.policy.worker import PolicyWorker
 from nemo_offload_rl.protocols.backend import ProcessInfo
 from nemo_offload_rl.residency.device.cuda import CudaDevice
@@ -95,6 +97,34 @@ def test_compiled_layers_are_recomputed_for_any_number_of_rows(tmp_path):
             worker.optim_step()
             worker.prepare_for_lp_inference()
             worker.get_logprobs(batch)
+    finally:
+        worker.shutdown()
+
+
+def test_layers_compile_in_held_memory_before_the_worker_is_made_and_passes_compile_nothing_more(tmp_path):
+    save_family(tmp_path, "qwen3")
+    process = ProcessInfo(rank=0, world_size=1, init_method="", device="cuda:0")
+    changes = {"torch_compile": True, "activation_checkpointing": True, "engine_memory_share": 0.5}
+    settings = make_settings(tmp_path, precision="bfloat16", **changes)
+    torch._dynamo.reset()
+    counters.clear()
+    held_bytes = hold_memory(settings, process)
+    assert held_bytes > 1 << 30
+    reserved_bytes, (free_bytes, _) = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()
+    compile_early(settings, process, most_bytes=held_bytes)
+    assert torch.cuda.memory_reserved() >= reserved_bytes  # an engine may be measuring
+    assert free_bytes - torch.cuda.mem_get_info()[0] < 512 << 20
+    assert counters["stats"]["unique_graphs"] == 2
+    worker = PolicyWorker(settings, process, keep_reference=True)
+    try:
+        assert torch.cuda.memory_reserved() < reserved_bytes
+        for width in (14, 10):
+            worker.prepare_for_lp_inference()
+            worker.get_logprobs(make_batch(width=width))
+            worker.get_reference_logprobs(make_batch(width=width))
+            worker.prepare_for_training()
+            worker.train(make_batch(width=width), NLLLoss())
+        assert counters["stats"]["unique_graphs"] == 2
     finally:
         worker.shutdown()
 
