@@ -30,29 +30,37 @@ def compute_mamba_by_chunks(causal_lm: nn.Module) -> None:
 def _forward(mixer: Any, own: Callable[..., Tensor], hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Compute a layer's output [B, L, hidden size]; `own` is the module's method, for kernels."""
     source = importlib.import_module(type(mixer).__module__)
-    if hidden_states.is_cuda and source.is_fast_path_available:
+    has_factors = hasattr(mixer, "mup_vector")  # Falcon-H1, whose own method multiplies by float32 numbers
+    has_kernels = hidden_states.is_cuda and source.is_fast_path_available
+    if has_kernels and not has_factors:
         return own(hidden_states, *args, **kwargs)
     num_tokens, size = hidden_states.shape[1], mixer.n_groups * mixer.ssm_state_size
-    gate, mixed, steps = mixer.in_proj(hidden_states).split(
-        [mixer.intermediate_size, mixer.conv_dim, mixer.num_heads], dim=-1
-    )
+    if has_factors:
+        projected = mixer.in_proj(hidden_states * mixer.ssm_in_multiplier) * mixer.mup_vector.to(hidden_states.dtype)
+    else:
+        projected = mixer.in_proj(hidden_states)
+    gate, mixed, steps = projected.split([mixer.intermediate_size, mixer.conv_dim, mixer.num_heads], dim=-1)
     mixed = mixer.act(mixer.conv1d(mixed.transpose(1, 2))[..., :num_tokens].transpose(1, 2))
-    values, keys, queries = mixed.float().split([mixer.intermediate_size, size, size], dim=-1)
+    values, keys, queries = mixed.split([mixer.intermediate_size, size, size], dim=-1)
     steps_BLH = F.softplus(steps.float() + mixer.dt_bias.float())
     if mixer.time_step_limit is not None:
         steps_BLH = steps_BLH.clamp(*mixer.time_step_limit)
     values_BLHP = values.unflatten(-1, (mixer.num_heads, mixer.head_dim))
     keys_BLGN, queries_BLGN = (it.unflatten(-1, (mixer.n_groups, -1)) for it in (keys, queries))
     rates_H = -mixer.A_log.float().exp()
-    made_BLHP = scanned(values_BLHP, steps_BLH, rates_H, keys_BLGN, queries_BLGN, mixer.chunk_size)
-    made_BLHP = made_BLHP + mixer.D.float().unsqueeze(-1) * values_BLHP
-    return mixer.out_proj(mixer.norm(made_BLHP.flatten(-2), gate).to(hidden_states.dtype))
+    scan = source.mamba_chunk_scan_combined if has_kernels else scanned
+    made_BLHP = scan(values_BLHP, steps_BLH, rates_H, keys_BLGN, queries_BLGN, mixer.chunk_size)
+    made = (made_BLHP.float() + mixer.D.float().unsqueeze(-1) * values_BLHP.float()).flatten(-2)
+    made = mixer.norm(made, gate).reshape(made.shape) if hasattr(mixer, "norm") else made * F.silu(gate.float())
+    return mixer.out_proj(made.to(hidden_states.dtype))
 
 
 def scanned(
     values_BLHP: Tensor, steps_BLH: Tensor, rates_H: Tensor, keys_BLGN: Tensor, queries_BLGN: Tensor, chunk_size: int
 ) -> Tensor:
     """Compute y_t = q_t h_t with the states h_t = exp(step_t rate) h_{t-1} + step_t k_t v_t, in float32.
+
+    mamba-ssm's kernel has the same arguments.
 
     Args:
         values_BLHP: v, of heads in order of their groups.
@@ -65,6 +73,7 @@ def scanned(
     Returns:
         [B, L, H, P]
     """
+    values_BLHP, keys_BLGN, queries_BLGN = (it.float() for it in (values_BLHP, keys_BLGN, queries_BLGN))
     length, num_groups = values_BLHP.shape[1], keys_BLGN.shape[2]
     added = -length % chunk_size  # steps of 0, which leave states as they are
 

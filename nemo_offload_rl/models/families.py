@@ -243,6 +243,9 @@ FAMILIES: Mapping[str, ModelFamily] = {
             refused={MEGATRON: (_NORMALIZED,)},
         ),
         ModelFamily(
+            "falcon_h1", "Falcon-H1", (DTENSOR,), logits_factor="lm_head_multiplier", state_mixer="FalconH1Mixer"
+        ),
+        ModelFamily(
             "gemma",
             "Gemma",
             (DTENSOR, MEGATRON),

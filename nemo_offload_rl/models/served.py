@@ -35,7 +35,7 @@ _NO_TIME_LIMIT = Refusal("time_step_limit", (None, [0.0, math.inf], (0.0, math.i
 _PAIRS = Refusal("rope_interleave", (None, True), "but the engine rotates pairs of neighbours")
 _ROPE_OF_ENGINE = ("mrope_section", "rope_dim", "use_fope")  # of vLLM's `get_rope`
 
-_WITH_MAMBA = ("granitemoehybrid", "nemotron_h")
+_WITH_MAMBA = ("falcon_h1", "granitemoehybrid", "nemotron_h")
 _UNTOLD = ("gemma4_text", "hunyuan_v1_moe")
 
 SETTINGS: Mapping[str, tuple[Refusal, ...]] = {
@@ -57,6 +57,12 @@ SETTINGS: Mapping[str, tuple[Refusal, ...]] = {
         Refusal("use_bias", (None, False), _LEFT_OUT),
     ),
     "exaone4": (_BIASES_ADDED, Refusal("mlp_bias", (None, False), _ADDED)),
+    "falcon_h1": (
+        _BIASES_LEFT_OUT,
+        Refusal("mamba_norm_before_gate", (False,), "but the engine applies the gate first"),
+        *(Refusal(key, (None, False), _LEFT_OUT) for key in ("mamba_proj_bias", "mlp_bias", "projectors_bias")),
+        _NO_TIME_LIMIT,
+    ),
     "gemma": (_ONE_MATRIX, _BIASES_LEFT_OUT),
     "gemma2": (_ONE_MATRIX,),
     "gemma3_text": (_ONE_MATRIX,),

@@ -164,6 +164,14 @@ _NEMOTRON_H = {
     "ssm_state_size": 16,
 }
 _NEMOTRON_MOE = {"moe_intermediate_size": 48, "moe_shared_expert_intermediate_size": 64, "n_routed_experts": 8}
+_FALCON_H1 = {
+    "head_dim": 32,
+    "mamba_chunk_size": 16,
+    "mamba_d_head": 16,
+    "mamba_d_ssm": 96,
+    "mamba_d_state": 16,
+    "mamba_n_heads": 6,
+}
 # A divisor of the logits that leaves greedy choices their margins.
 _GRANITE = {
     "embedding_multiplier": 3.0,
@@ -269,6 +277,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "exaone4": ("exaone4", published("exaone4-32b")),
     "exaone_moe": ("exaone_moe", {**published("k-exaone"), **_EXAONE_MOE}),
+    "falcon_h1": ("falcon_h1", {**published("falcon-h1-0.5b"), **_FALCON_H1, "lm_head_multiplier": 0.5}),
+    "falcon_h1-norm-tied": (
+        "falcon_h1",
+        {
+            **published("falcon-h1-0.5b"),
+            **_FALCON_H1,
+            "lm_head_multiplier": 0.5,
+            "mamba_n_groups": 2,
+            "mamba_rms_norm": True,
+        },
+    ),
     "gemma-tied": ("gemma", {"head_dim": 32, **published("gemma")}),
     # Caps of 5, not 50 and 30: the scores of a tiny model are small.
     "gemma2-tied": (

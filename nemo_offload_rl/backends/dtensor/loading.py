@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_outputs import BaseModelOutput
 
 from nemo_offload_rl.backends.dtensor.experts import use_grouped_experts
 from nemo_offload_rl.backends.dtensor.model import decoder_layers
@@ -75,6 +76,8 @@ def build_causal_lm(config: Any, attention: str, *, dropout: bool = False) -> An
     if mends_latent_attention(config.to_dict()):
         mend_latent_attention(model)
     compute_mamba_by_chunks(model)
+    if config.model_type == "falcon_h1":
+        _hand_on_arguments(model)
     if not masks_packed_rows(config.to_dict()):
         model.base_model.register_forward_pre_hook(_with_masks_by_positions, with_kwargs=True)
     keep_sequences_apart(model, decoder_layers(model))
@@ -143,6 +146,38 @@ def mend_latent_attention(model: Any) -> None:
         for name in ("q_a_layernorm", "kv_a_layernorm"):
             if hasattr(attention, name):
                 getattr(attention, name).variance_epsilon = model.config.rms_norm_eps
+
+
+def _hand_on_arguments(model: Any) -> None:
+    """Let Falcon-H1 call its layers with all arguments, and its layers return hidden states, as in other families."""
+    model.base_model.forward = partial(_forward_of_falcon, model.base_model)
+    for layer in decoder_layers(model):
+        layer.forward = partial(_first_of, layer.forward)
+
+
+def _forward_of_falcon(
+    base_model: Any,
+    input_ids: Tensor | None = None,
+    inputs_embeds: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    use_cache: bool = False,
+    **others: Any,
+) -> BaseModelOutput:
+    hidden: Any = inputs_embeds
+    if hidden is None:
+        hidden = base_model.embed_tokens(input_ids) * base_model.embedding_multiplier
+    # Positions tell the mask where rows begin; without them there is one row.
+    mask = create_causal_mask(base_model.config, hidden, None, None, position_ids)
+    if position_ids is None:
+        position_ids = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
+    rotation = base_model.rotary_emb(hidden, position_ids=position_ids)
+    for layer in base_model.layers:
+        hidden = layer(hidden, attention_mask=mask, position_ids=position_ids, position_embeddings=rotation, **others)
+    return BaseModelOutput(last_hidden_state=base_model.final_layernorm(hidden))
+
+
+def _first_of(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)[0]
 
 
 def _keep_keys_in_layers(model: Any) -> None:
@@ -217,14 +252,15 @@ def _with_rotation(
 @torch.no_grad()
 def _compute_buffers(model: Any) -> None:
     """Compute the values of buffers that no file has: rotary frequencies, and a family's constant factors."""
-    for name, module in model.named_modules():
-        buffers = dict(module.named_buffers(recurse=False))
-        for key, buffer in buffers.items():
-            module._buffers[key] = torch.full_like(buffer, float("nan"), device="cpu")
-        if buffers:
-            model._init_weights(module)  # parameters stay on the meta device, without values
-            missing = [key for key in buffers if getattr(module, key).isnan().any()]
-            assert not missing, f"transformers gives no value to {name}.{missing[0]}"
+    having = [(name, module) for name, module in model.named_modules() if module._buffers]
+    for _, module in having:
+        for key, buffer in module._buffers.items():
+            module._buffers[key] = None if buffer is None else torch.full_like(buffer, float("nan"), device="cpu")
+    for module in (model.base_model, *(module for _, module in having)):  # Falcon-H1's model fills those of its layers
+        model._init_weights(module)  # parameters stay on the meta device, without values
+    for name, module in having:
+        missing = [key for key, buffer in module.named_buffers(recurse=False) if buffer.isnan().any()]
+        assert not missing, f"transformers gives no value to {name}.{missing[0]}"
 
 
 def weight_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -42,6 +42,7 @@ _PASS_BOUNDS = (
 _PACKAGES = {
     "GatedDeltaNet": "flash-linear-attention and causal-conv1d",
     "Mamba2Mixer": "mamba-ssm and causal-conv1d",
+    "FalconH1Mixer": "mamba-ssm and causal-conv1d",
     "MambaLayer": "mamba-ssm and causal-conv1d",
     "ShortConv": "causal-conv1d",
 }

@@ -57,7 +57,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "model_type llava, which reads more than text, but that backend trains only the language model, in a folder "
         "of model_type llama",
     ),
-    ({"model_type": "falcon_h1"}, "model_type falcon_h1"),
+    ({"model_type": "bamba"}, "model_type bamba"),
     ({}, "model_type None"),
     ({**LLAMA, "architectures": ["LlamaForSequenceClassification"]}, "none of which is a causal language model"),
     ({**LLAMA, "quantization_config": {"quant_method": "awq"}}, "quant_method awq, but only fp8, mxfp4 and 16-bit"),

@@ -40,6 +40,8 @@ UNSPLIT = {
     "cohere-norms-tied": "has no norms of queries and keys, which use_qk_norm asks for",
     "gemma4-shared-tied": "splits layers.*.experts.gate_up_proj of gemma4_text as packed_colwise",
     "gemma4-tied": "splits layers.*.experts.gate_up_proj of gemma4_text as packed_colwise",
+    "falcon_h1": "does not split layers with states",
+    "falcon_h1-norm-tied": "does not split layers with states",
     "granitemoehybrid-attention-tied": "does not split layers with states",
     "granitemoehybrid-tied": "does not split layers with states, which granitemoehybrid has",
     "hunyuan": "declares no tensor-parallel plan for hunyuan_v1_dense",
