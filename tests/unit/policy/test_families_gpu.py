@@ -100,6 +100,7 @@ def export_of_a_worker_like(tmp_path: Path, name: str, model: Any, backend: str)
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
+        ("falcon_h1", DTENSOR),
         ("granitemoehybrid-moe-tied", DTENSOR),
         ("granitemoehybrid-tied", DTENSOR),
         ("lfm2-tied", DTENSOR),
