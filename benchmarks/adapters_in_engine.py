@@ -27,7 +27,7 @@ WAYS = {
         "policy.generation.vllm_cfg.enable_sleep_mode=false",
     ],
 }
-COMMON = ["++policy.residency_overrides={}", "policy.generation.vllm_cfg.gpu_memory_utilization=0.45"]
+COMMON = ["~policy.residency_overrides", "policy.generation.vllm_cfg.gpu_memory_utilization=0.45"]
 COLUMNS = {
     "step, s": ("timing/total_s", 1),
     "refit, s": ("timing/refit_s", 1),
