@@ -13,7 +13,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from importlib.util import find_spec
 from typing import Any
@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
+from transformers import masking_utils
 
-from nemo_offload_rl.backends.dtensor.attention import TAKES_BOUNDS, choose_attention
+from nemo_offload_rl.backends.dtensor.attention import PACKED, TAKES_BOUNDS, choose_attention
 from nemo_offload_rl.backends.dtensor.experts import expert_modules
 from nemo_offload_rl.backends.dtensor.loading import build_causal_lm
 from nemo_offload_rl.backends.dtensor.lora import add_adapters
@@ -42,6 +43,8 @@ from nemo_offload_rl.residency import PassNeed
 logger = logging.getLogger(__name__)
 _CHUNK = 64  # tokens of a chunk of gated delta rules
 _WORKING = 8  # float32 tensors of a delta rule without gradients: queries, keys and values, with decays, in chunks
+
+_FEW = 4  # longest sequences in a traced row of packed ones
 
 _FP32_BYTES = 4
 _ON_DEVICE = 4  # inputs of layers on the device if they are offloaded
@@ -65,6 +68,7 @@ class ModelMemory:
         num_sharing: Ranks that share each row.
         hidden_bytes: Hidden states.
         outer_bytes: Kept outside of the layers: the last norm, masks, rotary angles.
+        shared_bytes: Masks and rotary angles, which all layers read.
         layers: Memory of each layer.
         layer_bytes: Copies of the largest layer's parameters in the compute type. A lone rank copies no frozen
             parameters that are in that type.
@@ -80,6 +84,7 @@ class ModelMemory:
     num_sharing: int
     hidden_bytes: int
     outer_bytes: int
+    shared_bytes: int
     layers: Sequence[LayerMemory]
     layer_bytes: int
     layer_cast_bytes: int
@@ -195,7 +200,7 @@ def _reading_need(model: ModelMemory, settings: PolicySettings, num_shards: int)
         0.0,
         other_moments=(
             model.need(root + layer + layer_copy, 3 * hidden),
-            model.need(root + around_layer, forward + hidden),
+            model.need(root + around_layer, forward + hidden + model.shared_bytes),
             model.need(root + chunk, 2 * hidden + whole),
         ),
     )
@@ -233,6 +238,10 @@ def _traced(settings: PolicySettings, row: _Row, *, is_training: bool, in_place:
         is_packed=row.is_packed,
     )
     try:
+        if _built(model).config._attn_implementation == PACKED:
+            # Memory grows with the number of tokens, and the trace of a longer row of recurrent states takes longer.
+            most = _odd_multiple(_FEW * model.longest // row.num_sharing, model.tensor_size)
+            row = replace(row, num_tokens=min(row.num_tokens, most))
         return _trace(model, row, is_compiled=dtensor.torch_compile, in_place=in_place)
     except Exception:  # a family's code may fail in any way on tensors without data; the need is unknown then
         logger.debug("passes of %s cannot be traced", settings.model_name, exc_info=True)
@@ -344,6 +353,8 @@ def _trace(model: _Model, row: _Row, *, is_compiled: bool, in_place: bool) -> Mo
         if (kind := _kind(call)) not in found:
             with _sequence_parts(call.layer, model.tensor_size if model.splits_sequence else 1):
                 found[kind] = trace_layer(call, is_compiled=is_compiled)
+    given = (it for it in tree_leaves([(call.args, call.kwargs) for call in calls]) if isinstance(it, Tensor))
+    shared = {it.untyped_storage()._cdata: it.untyped_storage() for it in given}
     inside = {parameter for layer in layers for parameter in layer.parameters()}
     embedding, head = causal_lm.get_input_embeddings().weight, causal_lm.get_output_embeddings().weight
     root = {
@@ -360,6 +371,7 @@ def _trace(model: _Model, row: _Row, *, is_compiled: bool, in_place: bool) -> Mo
         num_sharing=row.num_sharing,
         hidden_bytes=calls[0].hidden.nbytes,
         outer_bytes=outer_bytes,
+        shared_bytes=sum(it.nbytes() for it in shared.values()),
         layers=[found[_kind(call)] for call in calls],
         layer_bytes=max(map(sum, of_layers)),
         layer_cast_bytes=max((size for sizes in of_layers for size in sizes), default=0),
@@ -405,13 +417,25 @@ def _layer_calls(
     for layer in layers:
         layer.forward = recorded(layer)
     try:
-        outer_bytes = live_bytes(lambda: causal_lm.base_model(**inputs), causal_lm)
+        with _masks_without_values(is_packed=model.is_packed):
+            outer_bytes = live_bytes(lambda: causal_lm.base_model(**inputs), causal_lm)
     finally:
         for layer, forward in zip(layers, own, strict=True):
             del layer.forward
             if forward is not None:
                 layer.forward = forward
     return calls, outer_bytes - sum(call.hidden.nbytes for call in calls)
+
+
+@contextmanager
+def _masks_without_values(*, is_packed: bool) -> Iterator[None]:
+    """Let `transformers` make masks of packed rows without a look at the values of positions."""
+    tell: Any = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda positions: positions.clone() if is_packed else None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = tell
 
 
 @contextmanager
