@@ -318,7 +318,7 @@ def plan_of(account: Account, target: Target, rules: RuleSet[Any]) -> Plan:
         account=account,
         target=target,
         phases=account.phases,
-        owners=_owners(account, workers),
+        owners=dict(account.host_owners),
         copies=copies_of_step(account),
         work=work,
         seconds=None if rates is None else step_seconds(account, rates, work),
@@ -327,12 +327,6 @@ def plan_of(account: Account, target: Target, rules: RuleSet[Any]) -> Plan:
         host_line=render_host_plan(account.need, "cuda", workers),
         problems=tuple(broken(rules.memory, account)),
     )
-
-
-def _owners(account: Account, workers: int) -> dict[str, int]:
-    from nemo_offload_rl.memory.host_plan import host_bytes_by_owner
-
-    return host_bytes_by_owner(account.need, "cuda", workers)
 
 
 def search_of(plan: Plan, rules: RuleSet[Any]) -> Search:
@@ -346,10 +340,10 @@ def search_of(plan: Plan, rules: RuleSet[Any]) -> Search:
     margin_bytes = int(TOLERANCE * plan.target.gpu.memory_bytes) if plan.counts_passes else 0
 
     def short_bytes(account: Account) -> int:
-        short = sum(max(0, (margin_bytes if use.pass_bytes else 0) - use.left_bytes) for use in account.phases)
-        owners = _owners(account, account.cfg.cluster.workers_per_node)
-        short += max(0, sum(owners.values()) - (plan.target.host_bytes or _NO_LIMIT_BYTES))
-        return short + len(broken(rules.memory, account))  # a rule may be broken where no bytes are short
+        if account is plan.account and not plan.problems:
+            return 0  # the margin is for changes
+        # Rules write messages, with advice that is tried; they are asked only where no bytes are short.
+        return account.short_bytes(margin_bytes) or len(broken(rules.memory, account))
 
     def step_s(account: Account) -> float:
         seconds = None if rates is None else step_seconds(account, rates, work_of(account, plan.target.length))
@@ -388,8 +382,7 @@ def freed_bytes(plan: Plan, trial: Trial) -> int:
     least = min(use.left_bytes for use in plan.phases)
     if least < 0:
         return min(use.left_bytes for use in trial.account.phases) - least
-    workers = trial.account.cfg.cluster.workers_per_node
-    return sum(plan.owners.values()) - sum(_owners(trial.account, workers).values())
+    return sum(plan.owners.values()) - sum(trial.account.host_owners.values())
 
 
 def as_tried(plan: Plan, trial: Trial, path: Path, overrides: Sequence[str]) -> Trial:

@@ -6,9 +6,10 @@ model, nor passes of a model whose files are not here or whose code does not run
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, cached_property, lru_cache, partial
 from itertools import batched
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ from nemo_offload_rl.memory.gpus import (
     MEGATRON_REST_BYTES,
 )
 from nemo_offload_rl.memory.groups import Held, ModelElements, group_bytes, has_adapters, held_by_stage
-from nemo_offload_rl.memory.host_plan import HostNeed, HostPlan, host_need
+from nemo_offload_rl.memory.host_plan import HostNeed, HostPlan, host_bytes_by_owner, host_need
 from nemo_offload_rl.memory.limits import memory_total_bytes
 from nemo_offload_rl.memory.machine import Machine
 from nemo_offload_rl.memory.megatron_activations import offloaded_bytes_at_most
@@ -149,6 +150,7 @@ class PhaseUse:
         return self.limit_bytes is not None and own_bytes > self.limit_bytes
 
 
+_NEEDED_SIZES = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
 _parsed = cache(yaml.safe_load)  # a search tries the same values again and again
 
 
@@ -200,8 +202,12 @@ class Account:
 
     @cached_property
     def _config(self) -> Mapping[str, object]:
-        """Contents of the model's config.json; empty if it is unknown."""
-        return local_model_config(self.cfg) or {}
+        """Contents of the model's config.json, with sizes that it leaves to the library; empty if it is unknown."""
+        policy, config = self.cfg.policy, local_model_config(self.cfg)
+        if config is None:
+            return {}
+        has_all = all(getattr(ModelShape.of(config), size) for size in _NEEDED_SIZES)
+        return config if has_all else {**_default_config(policy.model_name, json.dumps(config)), **config}
 
     @cached_property
     def _stages_hold(self) -> tuple[Held, ...]:
@@ -284,6 +290,26 @@ class Account:
             reference_is_cast=is_cast,
         )
 
+    def short_bytes(self, margin_bytes: int) -> int:
+        """Sum the bytes that a GPU lacks in each phase, the engine in its share, and a planned host.
+
+        Args:
+            margin_bytes: Bytes of a GPU that stay free in phases with passes.
+        """
+        need, budget_gib = self.need, self.cfg.policy.host_memory_budget_gib
+        short = [(margin_bytes if use.pass_bytes else 0) - use.left_bytes for use in self.phases]
+        short.append(self.engine_short_bytes)
+        if self.machine.planned_host_bytes is not None:
+            short.append(sum(self.host_owners.values()) - self.machine.planned_host_bytes)
+        if budget_gib is not None:
+            short.append(sum(need.state_parts().values()) - int(budget_gib * _GIB))
+        return sum(max(0, num_bytes) for num_bytes in short)
+
+    @cached_property
+    def host_owners(self) -> Mapping[str, int]:
+        """Main memory of all processes of a host, in bytes by owner."""
+        return host_bytes_by_owner(self.need, "cuda", self.cfg.cluster.workers_per_node)
+
     @property
     def has_adapters(self) -> bool:
         """Tell whether adapters are trained and the model is frozen."""
@@ -343,6 +369,17 @@ class Account:
             elements = self._elements.in_adapters * served.max_rank // trained.dim
             num_bytes += elements * COMPUTE_DTYPES[vllm.dtype].itemsize
         return int(num_bytes)
+
+    @property
+    def engine_short_bytes(self) -> int:
+        """Bytes by which an engine's weights exceed its share of a GPU; 0 if they do not or nothing bounds them."""
+        cfg, gpu_bytes, weight_bytes = self.cfg, self.gpu_bytes, self.engine_weight_bytes
+        if gpu_bytes is None or not weight_bytes or not isinstance(cfg, RolloutMasterConfig):
+            return 0
+        vllm = cfg.policy.generation.vllm_cfg
+        if vllm.kv_cache_memory_gib is not None:
+            return 0
+        return max(0, weight_bytes - int(vllm.gpu_memory_utilization * gpu_bytes))
 
     @cached_property
     def _served_adapters(self) -> ServedAdapters | None:
@@ -586,6 +623,17 @@ class Account:
         return sum(size for name, size in self.plan.sizes.items() if name in leaving)
 
 
+@lru_cache(maxsize=8)
+def _default_config(model_name: str, _contents: str) -> Mapping[str, object]:
+    """Read all entries that `transformers` sees in a config.json of these contents; empty if it cannot."""
+    from nemo_offload_rl.backends.hf.export import load_config
+
+    try:
+        return load_config(str(local_folder(model_name) or model_name), {}).to_dict()
+    except UserError:  # the check of the folder reports it
+        return {}
+
+
 def model_sizes(model_name: str, *, without_weights: bool = False) -> ModelSizes | None:
     """Read a model's sizes from a local folder, or from the hub's cache with its weights; None for any other.
 
@@ -613,4 +661,5 @@ def _sizes_by_config(folder: Path) -> ModelSizes | None:
             model = AutoModelForCausalLM.from_config(config)
     except (UserError, *BUILD_ERRORS):  # the check of the folder reports them
         return None
-    return count_sizes(config.to_dict(), ((name, tensor.numel()) for name, tensor in model.named_parameters()))
+    contents = {**config.to_dict(), **(local_config(str(folder), {}) or {})}  # only one of them may have a size
+    return count_sizes(contents, ((name, tensor.numel()) for name, tensor in model.named_parameters()))

@@ -25,6 +25,10 @@ _ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 _SHARES = tuple(percent / 100 for percent in range(20, 95, 5))
 # A change of a key costs at least this share of a step, so that keys change only where that pays.
 _COST_OF_A_KEY = 0.002
+# Smaller micro-batches are taken if a step takes at most this much longer. Of the choices that were run
+# (docs/measurements/plans.md) 16 rows, planned 1.7 % faster than 8, were faster; 64, planned 1.3 % faster than 16, were
+# slower than 8.
+_NO_GAIN = 1.015
 _MOST_ROUNDS = 6
 _MOST_STARTS = 8  # ways that are looked for
 
@@ -38,7 +42,7 @@ class Trial:
         overrides: `KEY=VALUE` of each key that differs from the run's.
         account: Account of the run with them.
         short_bytes: Bytes that a GPU lacks, summed over phases, and that a host lacks; 0 if the run fits.
-        step_s: Seconds of a step; 0 if they are unknown.
+        step_s: Seconds of a step; 0 if they are unknown, and of a run that does not fit.
         changes_numbers: The run computes other numbers.
         changes_machine: The run needs more GPUs.
     """
@@ -87,12 +91,14 @@ class Dimension:
         changes_numbers: Another value changes what the run computes, such as the type of the optimizer's states.
         changes_machine: Another value needs another machine.
         is_of_passes: The value changes what passes need, so that nothing is known of it where passes are not counted.
+        trains_less: Another value trains a part of the model only.
     """
 
     options: tuple[str, ...]
     changes_numbers: bool = False
     changes_machine: bool = False
     is_of_passes: bool = False
+    trains_less: bool = False
 
 
 class Search:
@@ -138,6 +144,8 @@ class Search:
     ) -> list[Trial]:
         """Find at most `count` more trials, of other ways than those that were found."""
         mine: list[Trial] = []
+        if self._completed(dimensions, frozenset()) is None:
+            return mine
         for trial in itertools.chain(self._pairs(dimensions), self._sets(dimensions)):
             if len(mine) >= count:
                 break
@@ -155,9 +163,12 @@ class Search:
         return self._descend(trial, [one for one in similar if trial.options.intersection(one.options)])
 
     def _tiers(self) -> Iterator[list[Dimension]]:
-        """Yield the dimensions that keep numbers and machine, those that keep one of the two, and all."""
+        """Yield the dimensions that keep numbers and machine, those that keep one of the two, neither, and all."""
+        whole = [one for one in self._dimensions if not one.trains_less]
         for numbers, machine in ((False, False), (True, False), (False, True), (True, True)):
-            yield [one for one in self._dimensions if one.changes_numbers <= numbers and one.changes_machine <= machine]
+            yield [one for one in whole if one.changes_numbers <= numbers and one.changes_machine <= machine]
+        if len(whole) < len(self._dimensions):
+            yield self._dimensions
 
     def _pairs(self, among: Sequence[Dimension]) -> Iterator[Trial]:
         """Yield the changes that are enough alone, then the pairs of changes that each free memory, fast ones first."""
@@ -197,8 +208,18 @@ class Search:
             starts += [trial for trial in self.cheapest() if trial.options <= allowed]
             best = min((self._descend(start, dimensions) for start in starts), key=lambda trial: trial.cost)
             if self._works(best):
-                return best
+                return self._with_less(best, dimensions)
         return None
+
+    def _with_less(self, trial: Trial, dimensions: Sequence[Dimension]) -> Trial:
+        """Choose micro-batches that need less memory and are planned to be about as fast."""
+        limit_s = _NO_GAIN * trial.step_s
+        for one in (one for one in dimensions if one.is_of_passes):
+            trials = [trial, *(self._with(trial, one, option) for option in ("", *one.options))]
+            same = [it for it in trials if _way(it) <= _way(trial)]  # no other keys
+            alike = [it for it in same if it.account.cfg.policy.backend == trial.account.cfg.policy.backend]
+            trial = min((it for it in alike if self._works(it) and it.step_s <= limit_s), key=_pass_bytes)
+        return trial
 
     def _completed(self, among: Sequence[Dimension], without: frozenset[str]) -> Trial | None:
         """Choose the values that help most until the run fits, then leave out those that it fits without.
@@ -218,7 +239,7 @@ class Search:
             before = trial
             trial = self._best(trial, dimensions)
             if trial is before:
-                trial = self._smallest(dimensions)
+                trial = self._descend(self._smallest(dimensions), dimensions)
                 break
         if not self._works(trial):
             return None
@@ -273,10 +294,15 @@ class Search:
                     by_key[override.partition("=")[0]] = override
             overrides = tuple(override for override in by_key.values() if not _has(self._account.cfg, override))
             account = self._account.with_keys(" ".join(map(_as_value, overrides))) if overrides else self._account
-            short_bytes, step_s = self.judges.short_bytes(account), self.judges.step_s(account)
+            short_bytes = self.judges.short_bytes(account)
+            step_s = 0.0 if short_bytes else self.judges.step_s(account)
             numbers, machine = any(one.changes_numbers for one in chosen), any(one.changes_machine for one in chosen)
             self._tried[options] = Trial(options, overrides, account, short_bytes, step_s, numbers, machine)
         return self._tried[options]
+
+
+def _pass_bytes(trial: Trial) -> int:
+    return sum(use.pass_bytes or 0 for use in trial.account.phases)
 
 
 def _way(trial: Trial) -> frozenset[str]:
@@ -311,6 +337,7 @@ def dimensions(account: Account, *, varies: bool) -> Iterator[Dimension]:
     if isinstance(cfg, GrpoMasterConfig):
         found.append(Dimension(("loss_fn.reference_policy_kl_penalty=0.0",), changes_numbers=True))
     found.append(Dimension(tuple(_more_gpus(cfg)), changes_machine=True))
+    found.append(Dimension(tuple(_adapters(cfg)), changes_numbers=True, trains_less=True))
     for one in found:
         options = tuple(option for option in one.options if not _has(cfg, option))
         if options:
@@ -324,6 +351,17 @@ def _more_gpus(cfg: RunConfig) -> Iterator[str]:
         divided = ["", f" {_divided(cfg, tensor=count, sequence=True)}"] if _may_divide_layers(cfg) else [""]
         engines = ["", f" {_engine_over(cfg, count)}"] if isinstance(cfg, RolloutMasterConfig) else [""]
         yield from (f"{gpus}{engine}{layers}" for engine in engines for layers in divided)
+
+
+def _adapters(cfg: RunConfig) -> Iterator[str]:
+    """Yield overrides that train adapters; in rollouts the frozen model may be on the host while the engine wakes."""
+    if isinstance(cfg.policy.backend, MegatronConfig):
+        yield f"{_MEGATRON}.peft.enabled=true"
+        return
+    adapters = f"{_DTENSOR}.lora_cfg.enabled=true"
+    yield adapters
+    if isinstance(cfg, RolloutMasterConfig) and cfg.policy.generation.colocated.enabled:
+        yield f"{adapters} ++policy.residency_overrides.base=host"
 
 
 def _has(cfg: RunConfig, overrides: str) -> bool:
@@ -474,7 +512,9 @@ def _of_dtensor(cfg: RunConfig) -> Iterator[Dimension]:
 
 def _of_megatron() -> Iterator[Dimension]:
     cfg, optimizer = _MEGATRON, f"{_MEGATRON}.optimizer"
-    yield Dimension(_offloaded_states(optimizer))
+    # States that stream are updated on the GPU.
+    kept, *streamed = _offloaded_states(optimizer)
+    yield Dimension((kept, *(f"{one} {optimizer}.optimizer_cpu_offload=false" for one in streamed)))
     yield Dimension((f"{cfg}.distributed_data_parallel_config.grad_reduce_in_fp32=false",), changes_numbers=True)
     yield Dimension(
         (f"{optimizer}.exp_avg_dtype=bfloat16 {optimizer}.exp_avg_sq_dtype=bfloat16",), changes_numbers=True

@@ -20,6 +20,7 @@ from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.memory.account import model_sizes
 from nemo_offload_rl.memory.calibrate import calibrate
 from nemo_offload_rl.memory.gpus import KNOWN, Gpu, find_gpu
+from nemo_offload_rl.memory.groups import has_adapters
 from nemo_offload_rl.memory.stages import Stage
 from nemo_offload_rl.memory.transfers import copies_of_step
 from nemo_offload_rl.plan import (
@@ -439,7 +440,7 @@ def test_changes_and_the_fastest_values_were_tried_and_fit_when_loaded(tmp_path)
     assert not fastest.changes_numbers and not fastest.changes_machine
     same = [trial for trial in changes if not (trial.changes_numbers or trial.changes_machine)]
     assert same
-    assert all(fastest.cost <= trial.cost for trial in same)
+    assert all(fastest.step_s <= 1.02 * trial.step_s for trial in same)  # less memory may cost 1.5 %
     for trial in (*changes, fastest):
         tried, _ = plan_run(file, [override, *as_tried(plan, trial, file, [override]).overrides], target)
         assert not tried.problems
@@ -484,7 +485,85 @@ def test_no_point_of_a_grid_is_faster_than_the_fastest_that_is_found(file, tmp_p
     accounts = [plan.account.with_keys(" ".join(point)) for point in itertools.product(PLACES, *GRIDS[file])]
     fitting = [one for one in accounts if not search.judges.short_bytes(one) and search.judges.is_allowed(one)]
     assert len(fitting) > 5
-    assert fastest.step_s <= 1.01 * min(search.judges.step_s(one) for one in fitting)  # fewer keys are worth 0.2 % each
+    # Fewer keys are worth 0.2 % each, and less memory 1.5 %.
+    assert fastest.step_s <= 1.025 * min(search.judges.step_s(one) for one in fitting)
+
+
+def test_of_choices_that_are_about_as_fast_the_one_with_less_memory_is_taken(tmp_path):
+    file = ROOT / "benchmarks" / "large_model_8b_48gb.yaml"
+    plan, rules = plan_run(file, [write_config(tmp_path, "Qwen3-8B")], Target(KNOWN["H200"], length=520))
+    search = search_of(plan, rules)
+    fastest = search.fastest()
+    assert fastest is not None
+    policy = fastest.account.cfg.policy
+    sizes = {size: plan.account.with_keys(f"policy.train_micro_batch_size={size}") for size in (8, 16, 64)}
+    seconds = {size: search.judges.step_s(account) for size, account in sizes.items()}
+    assert seconds[64] < seconds[16] < 1.015 * seconds[64] < seconds[8]
+    assert (policy.train_micro_batch_size, fastest.account.phases[0].pass_bytes) == (16, sizes[16].phases[0].pass_bytes)
+
+
+def test_the_fastest_is_never_slower_than_a_run_that_fits_without_the_margin_of_changes(tmp_path):
+    file, override = ROOT / "examples" / "configs" / "grpo_math_1B.yaml", write_config(tmp_path, "Qwen3-8B")
+    overrides = [
+        override,
+        f"{DTENSOR}.offload_optimizer_states=true",
+        f"{DTENSOR}.offload_optimizer_states_chunk_mib=1024",
+    ]
+    roomy, _ = plan_run(file, overrides, Target(KNOWN["H200"]))
+    gpu = replace(KNOWN["H200"], memory_bytes=int(1.01 * roomy.phases[0].total_bytes))  # of training
+    plan, rules = plan_run(file, [*overrides, "policy.generation.vllm_cfg.gpu_memory_utilization=0.5"], Target(gpu))
+    assert not plan.problems and plan.step_s
+    search = search_of(plan, rules)
+    assert search.given.fits
+    fastest = search.fastest()
+    assert fastest is not None
+    assert fastest.step_s <= 1.015 * plan.step_s
+
+
+def test_for_8_b_on_a_small_card_there_are_three_changes_that_fit(tmp_path):
+    file, override = ROOT / "benchmarks" / "large_model_8b.yaml", write_config(tmp_path, "Qwen3-8B")
+    target = Target(Gpu("24 GiB", int(23.9 * GIB)), usable_host_bytes(256))
+    plan, rules = plan_run(file, [override], target)
+    changes = search_of(plan, rules).cheapest()
+    assert [has_adapters(trial.account.cfg.policy) for trial in changes] == [False, False, True]
+    for trial in changes:
+        tried, _ = plan_run(file, [override, *as_tried(plan, trial, file, [override]).overrides], target)
+        assert not tried.problems
+
+
+def test_states_that_are_updated_on_the_cpu_may_stream_instead(tmp_path):
+    optimizer = "policy.megatron_cfg.optimizer"
+    overrides = [write_config(tmp_path, "Qwen3-8B"), f"{optimizer}.optimizer_cpu_offload=true"]
+    overrides += [f"{optimizer}.optimizer_offload_fraction=1.0", "policy.train_micro_batch_size=32"]
+    file = ROOT / "examples" / "configs" / "grpo_math_1B_megatron.yaml"
+    plan, rules = plan_run(file, overrides, Target(KNOWN["H100"], usable_host_bytes(256)))
+    assert plan.problems
+    for trial in search_of(plan, rules).cheapest():
+        optimizer_keys = trial.account.cfg.policy.backend.optimizer
+        assert not (optimizer_keys.optimizer_cpu_offload and optimizer_keys.offload_optimizer_states)
+
+
+# Small layers of families with soft-caps and windows, whose attention takes masks.
+_WITH_MASKS = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+_WITH_MASKS |= {"head_dim": 64, "vocab_size": 1024, "num_hidden_layers": 2, "sliding_window": 512}
+_WITH_MASKS |= {"layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 64}
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "mistral"])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_passes_with_masks_grow_with_the_square_of_the_rows(family, is_packed, tmp_path):
+    windows = {"layer_types": None} if family == "mistral" else {}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, **_WITH_MASKS, **windows}))
+    needs = []
+    for tokens in (2048, 8192):
+        overrides = [f"policy.model_name={tmp_path}", f"policy.max_total_sequence_length={tokens}"]
+        overrides += [f"policy.sequence_packing.enabled={str(is_packed).lower()}", "policy.logprob_chunk_size=1024"]
+        overrides += [f"policy.sequence_packing.train_mb_tokens={tokens}", f"{DTENSOR}.torch_compile=false"]
+        overrides += [f"policy.sequence_packing.logprob_mb_tokens={tokens}"]
+        plan, _ = plan_run(ROOT / "examples" / "configs" / "grpo_math_1B.yaml", overrides, Target(KNOWN["H200"]))
+        needs.append({use.phase: use.pass_bytes for use in plan.phases})
+    for phase in (Phase.TRAINING, Phase.LP_INFERENCE):
+        assert needs[0][phase] and needs[1][phase] > 5 * needs[0][phase]  # of four times the tokens
 
 
 LONG_ROWS = [

@@ -181,13 +181,13 @@ def local_config(model_name: str, overrides: Mapping[str, Any]) -> Mapping[str, 
     """
     folder = local_folder(model_name)
     try:
-        config = None if folder is None else _parsed((folder / "config.json").read_text(encoding="utf-8"))
+        config = None if folder is None else _read_json(file := folder / "config.json", file.stat().st_mtime_ns)
     except (OSError, ValueError):
         return None
     return {**language_config(config), **overrides} if isinstance(config, dict) else None
 
 
 @lru_cache(maxsize=8)
-def _parsed(text: str) -> Any:
-    """Parse JSON; a plan asks for the same text hundreds of times."""
-    return json.loads(text, object_hook=plain_number)
+def _read_json(file: Path, _changed_ns: int) -> Any:
+    """Read JSON again only if its file has changed; a plan asks for it thousands of times."""
+    return json.loads(file.read_text(encoding="utf-8"), object_hook=plain_number)

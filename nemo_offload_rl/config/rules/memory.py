@@ -109,13 +109,10 @@ def _fix_of_phase(account: Account, use: PhaseUse) -> str:
 
 def engine_weights_fit_their_share(account: Account) -> str | None:
     """The engine's share of a GPU holds its weights."""
-    cfg, gpu_bytes, weight_bytes = account.cfg, account.gpu_bytes, account.engine_weight_bytes
-    if gpu_bytes is None or not weight_bytes or not isinstance(cfg, RolloutMasterConfig):
+    if not account.engine_short_bytes:
         return None
-    vllm = cfg.policy.generation.vllm_cfg
-    share_bytes = vllm.gpu_memory_utilization * gpu_bytes
-    if vllm.kv_cache_memory_gib is not None or weight_bytes <= share_bytes:
-        return None
+    weight_bytes = account.engine_weight_bytes
+    share_bytes = weight_bytes - account.engine_short_bytes
     fix = f"raise {_VLLM}.gpu_memory_utilization, or {_VLLM}.tensor_parallel_size where there are more GPUs"
     return refusal(
         "the engine", {"weights": weight_bytes}, "of each GPU", f"its share is {share_bytes / _GIB:.1f}", fix
