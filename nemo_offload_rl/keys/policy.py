@@ -107,7 +107,7 @@ class TrainedPolicyConfig:
         int,
         doc(
             "Sequences per worker in one forward and backward pass; `auto` chooses the most that fit the GPU with a "
-            "margin and divide a worker's share, up to 32,768 tokens, and up to 4 sequences on a CPU.",
+            "margin and divide a worker's share, up to 65,536 tokens, and up to 4 sequences on a CPU.",
             ge=1,
         ),
     ]

@@ -12,12 +12,14 @@ from nemo_offload_rl.residency import Phase
 
 CPU_ROWS = 4
 """Sequences of a micro-batch on a CPU, or the largest number below it that divides a worker's share."""
-_MOST_TOKENS = 32768
-"""Tokens of the largest micro-batch: larger ones were not faster (benchmarks/results/pass_memory.json)."""
+_MOST_TOKENS = 65536
+"""Tokens of the largest micro-batch. Passes of a small model launch too little work with fewer: Megatron's logprobs of
+0.6 B took 2.7 s in batches of 16,640 tokens and 1.7 s of 33,280 (benchmarks/results/grpo_{auto,bound}_megatron.json).
+"""
 
 
 def choose_batch_sizes(account: Account, keys: Collection[str]) -> dict[str, int]:
-    """Choose the largest sizes that fit the GPUs with a margin, of up to 32,768 tokens.
+    """Choose the largest sizes that fit the GPUs with a margin, of up to 65,536 tokens.
 
     Args:
         account: The run, with a 1 at each of these keys.

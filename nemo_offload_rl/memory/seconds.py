@@ -47,8 +47,8 @@ _CALL_S = 0.05
 # Shares of a forward pass that recomputing modules (`selective`) takes, as docs/measurements/activations.md measured.
 _OFFLOAD_SHARE = 0.05  # of a pass, by which offloading activations slows it even where copies are hidden
 _SELECTIVE_SHARES = {"core_attn": 0.25, "mlp": 0.15, "moe": 0.45, "moe_act": 0.06}
-# One step of decoding: the engine's own, and for each of its sequences.
-_DECODE_S, _DECODE_SEQUENCE_S = 1.2e-3, 8.5e-6
+# One step of decoding: the engine's own, and for each of its sequences (`generation_scheduler.json`, 12.9 s).
+_DECODE_S, _DECODE_SEQUENCE_S = 1.2e-3, 6.6e-6
 # The two sums over tensor-parallel ranks of an engine's layer, for each token that is decoded.
 _DECODE_SUM_S = 15e-6
 # Share of decoding's products that the reading of weights and cache does not hide.
