@@ -54,7 +54,10 @@ def hold_memory(settings: PolicySettings, process: ProcessInfo, **_others: Any) 
     held_bytes = min(MOST_BYTES, room_bytes, MOST_BYTES if limit_gib is None else int(limit_gib * 2**30))
     if held_bytes < _FEWEST_BYTES + _SPARE_BYTES:
         return 0
-    torch.empty(held_bytes - _SPARE_BYTES, dtype=torch.uint8, device=device)  # torch's allocator keeps it
+    try:
+        torch.empty(held_bytes - _SPARE_BYTES, dtype=torch.uint8, device=device)  # torch's allocator keeps it
+    except torch.OutOfMemoryError:
+        return 0  # another process was faster
     torch.cuda.set_per_process_memory_fraction(held_bytes / total_bytes, device)
     return held_bytes - _SPARE_BYTES
 
