@@ -71,7 +71,7 @@ class RayGenerationEngine:
         self._cluster = cluster
         self._spec = spec
         self._group = RayWorkerGroup(cluster, spec, builds=begins)
-        # Not beside `build`: an asynchronous engine runs calls in threads, and no two may import vLLM together.
+        # Waited for before `build`: an asynchronous engine runs calls in threads, and no two may import vLLM together.
         self._import = None if begins else self._group.start_before_build(_IMPORT)
         self._tp_size = tp_size
         self._turn = itertools.cycle(range(num_engines))

@@ -30,7 +30,7 @@ LIMITS = {
     "imports upward": 0,
     "circles of modules": 0,
     "modules": 334,
-    "lines": 64000,
+    "lines": 63900,
     "modules under 60 lines with one importer": 0,
 }
 

@@ -365,9 +365,9 @@ def make_worker_with_a_frozen_norm(folder, monkeypatch):
     """What a model's own code may do as it is built."""
     apply_fsdp = parallel.apply_fsdp
 
-    def freeze_and_apply(model, *args):
+    def freeze_and_apply(model, *args, **kwargs):
         model.causal_lm.model.norm.weight.requires_grad_(False)
-        return apply_fsdp(model, *args)
+        return apply_fsdp(model, *args, **kwargs)
 
     with monkeypatch.context() as patched:
         patched.setattr(parallel, "apply_fsdp", freeze_and_apply)

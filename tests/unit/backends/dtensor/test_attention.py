@@ -13,6 +13,7 @@ from model_families import FAMILIES, family_config, save_family_folder, trained_
 from policy_cases import NLL, full_grads, hf_logprobs, hf_loss_and_grads, make_batch, one_rank_worker, save_family
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, masking_utils
 
+from nemo_offload_rl.backends.dtensor import loading
 from nemo_offload_rl.backends.dtensor.attention import (
     CAPPED,
     CAUSAL,
@@ -115,9 +116,11 @@ def test_the_kernel_for_packed_rows_is_for_models_that_tell_it_where_rows_begin(
 
     AttentionInterface.register("looks", look)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="looks")
+    if config.model_type == "falcon_h1":
+        loading._hand_on_arguments(model)  # transformers' model hands its layers none
     bounds = torch.tensor([0, 3, 8], dtype=torch.int32)
     where = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 5, "max_length_k": 5}
-    model(input_ids=torch.arange(8)[None], position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]), **where)
+    model.base_model(input_ids=torch.arange(8)[None], position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]), **where)
     assert set(told) == {tells_attention_bounds(config.to_dict())}
 
 
