@@ -661,5 +661,6 @@ def _sizes_by_config(folder: Path) -> ModelSizes | None:
             model = AutoModelForCausalLM.from_config(config)
     except (UserError, *BUILD_ERRORS):  # the check of the folder reports them
         return None
-    contents = {**config.to_dict(), **(local_config(str(folder), {}) or {})}  # only one of them may have a size
+    # A size may be in the file alone, or be a default of transformers that the file leaves out.
+    contents = {**config.to_dict(), **(local_config(str(folder), {}) or {})}
     return count_sizes(contents, ((name, tensor.numel()) for name, tensor in model.named_parameters()))

@@ -48,8 +48,8 @@ def served_adapters(cfg: RolloutMasterConfig) -> ServedAdapters | str | None:
         return f"{_KEY} is false"
     if policy.generation.enable_lora is None and policy.generation.colocated.enabled:
         return (
-            "the engine shares the policy's devices, and discards its weights when it sleeps: refits bring all of them "
-            f"in any case ({_KEY}=true has it apply adapters next to them)"
+            "the engine shares the policy's devices and discards all weights when it sleeps, so each refit sends every "
+            f"weight, and sending adapters apart saves no bytes ({_KEY}=true does it nevertheless)"
         )
     vllm = policy.generation.vllm_cfg
     if vllm.is_quantized:
