@@ -113,13 +113,11 @@ class DistillationLoss(DivergenceLoss):
 
     @property
     def divergence(self) -> Divergence:
-        """See `DivergenceLoss`."""
         settings = self.settings
         weights = {"forward": 1.0, "reverse": 0.0, "mixed": settings.mixed_kl_weight}
         return Divergence(weights[settings.kl_type], settings.zero_outside_topk)
 
     def __call__(self, divergence_BS: Tensor, batch: TrainBatch, norm: LossNorm) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """See `DivergenceLoss`."""
         loss = token_mean_share(divergence_BS, batch.loss_mask, norm)
         return loss, {"loss": loss.detach()}
 

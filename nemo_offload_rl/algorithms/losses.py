@@ -44,12 +44,10 @@ class ClippedPGLoss(ReferenceLoss):
 
     @property
     def token_stat(self) -> TokenStat:
-        """See `LossFn`."""
         return TokenStat.ENTROPY
 
     @property
     def reads_whole(self) -> bool:
-        """See `ReferenceLoss`."""
         return self.settings.reference_policy_kl_penalty != 0
 
     def __call__(
@@ -366,11 +364,10 @@ def constant_mean_share(values_BS: Tensor, mask_BS: Tensor, norm: LossNorm, leng
 
 @dataclass(frozen=True)
 class NLLLoss:
-    """Mean negative logprob over the counted tokens of the global batch."""
+    """A `LossFn`: the mean negative logprob over the counted tokens of the global batch."""
 
     @property
     def token_stat(self) -> TokenStat:
-        """See `LossFn`."""
         return TokenStat.ACCURACY
 
     def __call__(self, logprobs_BS: Tensor, batch: TrainBatch, norm: LossNorm) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -381,13 +378,12 @@ class NLLLoss:
 
 @dataclass(frozen=True)
 class DpoLoss:
-    """Sigmoid preference loss, plus optionally the negative log-likelihood of the better response."""
+    """A `LossFn`: the sigmoid preference loss, plus optionally the better response's negative log-likelihood."""
 
     settings: DpoSectionConfig
 
     @property
     def token_stat(self) -> None:
-        """See `LossFn`."""
         return None
 
     def __call__(self, logprobs_BS: Tensor, batch: TrainBatch, norm: LossNorm) -> tuple[Tensor, Mapping[str, Tensor]]:

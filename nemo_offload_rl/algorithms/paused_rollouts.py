@@ -144,7 +144,6 @@ class ContinuingEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingSettings, num_samples: int, *, phase: str
     ) -> list[list[Completion]]:
-        """See `ServingEngine`."""
         groups = self.serve(lambda: self._engine.generate(prompts, sampling, num_samples), phase=phase)
         found = [completion for group in groups for completion in group]
         while rows := [row for row, one in enumerate(found) if one.finish_reason == _ABORTED]:

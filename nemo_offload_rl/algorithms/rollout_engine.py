@@ -123,7 +123,6 @@ class RolloutEngine:
         return taken
 
     def start_trace(self) -> None:
-        """See `Traced`."""
         self._with_restarts(self._engine.start_trace)
 
     def stop_trace(self, prefix: str) -> list[str]:

@@ -34,7 +34,7 @@ class ServingEngine(Protocol):
 
 
 class AwakeEngine:
-    """Serves an engine that is already awake with the right weights; the caller restarts an engine that dies.
+    """A `ServingEngine` that is already awake with the right weights; the caller restarts an engine that dies.
 
     Args:
         engine: A group of engines, or a single engine of a group.
@@ -50,7 +50,6 @@ class AwakeEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingSettings, num_samples: int, *, phase: str
     ) -> list[list[Completion]]:
-        """See `ServingEngine`."""
         return self.serve(lambda: self._engine.generate(prompts, sampling, num_samples), phase=phase)
 
     def serve[Result](self, work: Callable[[], Result], *, phase: str) -> Result:

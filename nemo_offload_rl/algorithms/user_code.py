@@ -163,7 +163,7 @@ def _named(key: str, section: OwnCodeConfig | None) -> UserCode | None:
 
 @dataclass(frozen=True)
 class UserLoss:
-    """A user's function `(logprobs, batch, norm) -> loss` or `-> (loss, metrics)`.
+    """A `LossFn` from a user's function `(logprobs, batch, norm) -> loss` or `-> (loss, metrics)`.
 
     It is pickled by value, so that policy workers on other hosts do not need its file. All metrics of the algorithm's
     own loss are measured too.
@@ -195,7 +195,6 @@ class UserLoss:
 
     @property
     def token_stat(self) -> TokenStat | None:
-        """See `LossFn`."""
         return self.standard.token_stat
 
     def check(self, batch: TrainBatch) -> None:
@@ -215,7 +214,6 @@ class UserLoss:
             raise UserCodeError(f"{self._where}: its loss is {loss.item()} where all logprobs are finite; correct it")
 
     def __call__(self, logprobs_BS: Tensor, batch: TrainBatch, norm: LossNorm) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """See `LossFn`."""
         with torch.no_grad():
             _, measured = self.standard(logprobs_BS, batch, norm)
         returned: Any = self.code.call(*_inside_nucleus(logprobs_BS, batch), norm)

@@ -192,7 +192,6 @@ class PolicyGradientBatch(SampledBatch):
         return self.loss_mask * (self.rewards > 0).to(self.loss_mask.dtype).unsqueeze(1)
 
     def num_positive_tokens(self) -> float:
-        """See `TrainBatch`."""
         return float(self.positive_mask.double().sum())
 
 

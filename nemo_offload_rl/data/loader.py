@@ -63,7 +63,7 @@ class BatchLoader[T](Protocol):
 
 
 class ShuffledLoader[T]:
-    """Batches of a fixed size; items that are left at the end of an epoch, fewer than a batch, are skipped in it.
+    """A `BatchLoader` of batches of a fixed size; items that fill no batch at the end of an epoch are skipped.
 
     Args:
         items: Kept, not copied.
@@ -115,7 +115,6 @@ class ShuffledLoader[T]:
         return list(self.draw().values())
 
     def draw(self) -> dict[Place, T]:
-        """See `BatchLoader`."""
         if self.num_batches_left == 0:
             raise StopIteration
         if len(self._again) < self._batch_size:
@@ -135,7 +134,6 @@ class ShuffledLoader[T]:
 
     @property
     def num_batches_left(self) -> int:
-        """See `BatchLoader`."""
         if self._num_epochs is None:
             return sys.maxsize
         in_this_epoch = (len(self._items) - self._position) // self._batch_size
@@ -144,7 +142,6 @@ class ShuffledLoader[T]:
         return in_order + len(self._again) // self._batch_size
 
     def state_dict(self) -> LoaderState:
-        """See `BatchLoader`."""
         state = LoaderState(
             epoch=self._epoch,
             position=self._position,
@@ -198,7 +195,7 @@ class ShuffledLoader[T]:
 
 
 class LookaheadLoader[T]:
-    """Batches that are drawn before their items are used; in its state, drawn items that are not used come again.
+    """A `BatchLoader` that draws batches early; from its state, drawn items that are not used come again.
 
     Args:
         loader: Gives out the batches; nobody else draws from it.
@@ -215,7 +212,6 @@ class LookaheadLoader[T]:
         return list(self.draw().values())
 
     def draw(self) -> dict[Place, T]:
-        """See `BatchLoader`."""
         before = self._loader.state_dict()
         batch = self._loader.draw()
         self._drawn.append(_Drawn(before, len(batch), dict.fromkeys(batch)))
@@ -243,7 +239,6 @@ class LookaheadLoader[T]:
         return self._loader.num_batches_left
 
     def state_dict(self) -> LoaderState:
-        """See `BatchLoader`."""
         if not self._drawn:
             return self._loader.state_dict()
         if all(len(drawn.unused) == drawn.size for drawn in self._drawn):

@@ -69,7 +69,7 @@ class EnvironmentSteps(MadeOnce):
 
 
 class CustomEnvironment:
-    """A user's environment or reward functions.
+    """An `Environment` of a user's environment or reward functions.
 
     Args:
         steps: Scores responses.
@@ -139,7 +139,6 @@ class CustomEnvironment:
         ]
 
     def close(self) -> None:
-        """See `Environment`."""
         if self._pool is not None:
             self._pool.close()
         elif isinstance(self._steps, EnvironmentSteps):

@@ -111,7 +111,7 @@ class Environment(Protocol):
 
 
 class OneAtATime:
-    """An environment that several threads may call; it works for one of them at a time."""
+    """An `Environment` that several threads may call; it works for one of them at a time."""
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
@@ -119,7 +119,6 @@ class OneAtATime:
         self.close = environment.close
 
     def step(self, responses: Sequence[Response]) -> Sequence[Score | Observation | Unscored]:
-        """See `Environment`."""
         with self._lock:
             return self._environment.step(responses)
 

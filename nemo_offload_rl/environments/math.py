@@ -122,7 +122,9 @@ _PLAIN_NUMBER = re.compile(r"-?\d{1,15}")
 
 
 class MathEnvironment:
-    """Gives reward 1 for an answer equivalent to the reference, else 0; no score if grading timed out or failed.
+    """An `Environment` and `ReferenceChecker`: reward 1 for an answer equivalent to the reference, else 0.
+
+    A response has no score if its grading timed out or failed.
 
     Args:
         num_workers: Processes that grade; 0 grades in this process, without a time limit.
@@ -178,7 +180,6 @@ class MathEnvironment:
         return [graded(_called, job) for job in jobs] if self._pool is None else self._pool.map(jobs)
 
     def match_themselves(self, references: Sequence[str]) -> list[bool]:
-        """See `ReferenceChecker`."""
         asked = [reference for reference in dict.fromkeys(references) if not _PLAIN_NUMBER.fullmatch(reference)]
         responses = [
             Response(prompt_text="", text=self._said.format(one), truncated=False, reference_answer=one, metadata={})
@@ -199,7 +200,7 @@ def _called(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class ArithmeticEnvironment:
-    """Gives reward 1 for the right integer after the response's last `=`, else 0.
+    """An `Environment` and `ReferenceChecker`: reward 1 for the right integer after the last `=`, else 0.
 
     Without `=`, the whole response is the answer. A truncated response gets 0.
     """
@@ -208,11 +209,9 @@ class ArithmeticEnvironment:
     overlaps = True
 
     def step(self, responses: Sequence[Response]) -> list[Score]:
-        """See `Environment`."""
         return [self._scored(response) for response in responses]
 
     def match_themselves(self, references: Sequence[str]) -> list[bool]:
-        """See `ReferenceChecker`."""
         return ["=" not in reference for reference in references]
 
     def close(self) -> None:
@@ -239,7 +238,6 @@ class RetryEnvironment:
         self._message = message
 
     def step(self, responses: Sequence[Response]) -> Sequence[Score | Observation | Unscored]:
-        """See `Environment`."""
         outcomes = self.environment.step(responses)
         return [
             Observation(self._message, otherwise=outcome)
@@ -249,7 +247,6 @@ class RetryEnvironment:
         ]
 
     def close(self) -> None:
-        """See `Environment`."""
         self.environment.close()
 
 

@@ -141,9 +141,7 @@ class Generates(Protocol):
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingSettings, num_samples: int = 1
-    ) -> list[list[Completion]]:
-        """See `GenerationEngine`."""
-        ...
+    ) -> list[list[Completion]]: ...
 
 
 class OneEngine(Generates, Protocol):

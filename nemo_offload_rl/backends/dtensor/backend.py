@@ -128,7 +128,6 @@ class DTensorBackend:
         return self._device
 
     def pass_groups(self) -> list[dist.ProcessGroup]:
-        """See `PolicyBackend`."""
         return self._built.pass_groups
 
     def _named_trainable(self) -> list[tuple[str, nn.Parameter]]:
@@ -251,7 +250,6 @@ class DTensorBackend:
         return totals.reduce(self._dp_group)
 
     def use_teacher_head(self, head: TeacherHead) -> None:
-        """See `PolicyBackend`."""
         self._teacher_head = head
 
     @property
@@ -285,7 +283,6 @@ class DTensorBackend:
             self._layerwise.drop()
 
     def abandon_pass(self) -> None:
-        """See `PolicyBackend`."""
         self._built.abandon_pass()
 
     def gather_again(self) -> None:
@@ -358,7 +355,6 @@ class DTensorBackend:
             yield self._hub_names.of(name), weight
 
     def named_adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """See `PolicyBackend`."""
         assert self._lora is not None, "no adapters are trained"
         return self._lora.adapters().scaled()
 

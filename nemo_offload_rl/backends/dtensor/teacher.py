@@ -81,7 +81,6 @@ class FrozenDTensor:
         return (StateGroup(TEACHER, rest, prepare=self._built.reshard), *layers)
 
     def use_stream(self, streamed_layers: Callable[[], Iterator[str]]) -> None:
-        """See `FrozenModel`."""
         self._streamed_layers = streamed_layers
 
     def read(self, micro_batches: Sequence[TokenBatch], reader: Reader) -> list[Any]:
@@ -96,7 +95,6 @@ class FrozenDTensor:
         return [type(it)(*(None if value is None else value.cpu() for value in it)) for it in found]
 
     def abandon_pass(self) -> None:
-        """See `FrozenModel`."""
         self._built.abandon_pass()
 
     @contextmanager
@@ -112,12 +110,10 @@ class FrozenDTensor:
             self._built.gather(layer)
 
     def output_rows(self, first: int, count: int) -> Tensor:
-        """See `FrozenModel`."""
         weight: Any = self._built.module.causal_lm.get_output_embeddings().weight
         return full_tensor(weight, self._dtype)[first : first + count].clone()
 
     def all_reduce_max(self, value: int) -> int:
-        """See `FrozenModel`."""
         return max_over_ranks(value, self._built.dp_group, self._device)
 
     def close(self) -> None:

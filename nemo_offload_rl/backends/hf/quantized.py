@@ -65,7 +65,6 @@ class BlockScaled:
     scales_shape: Shape
 
     def read(self, read: Read, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """See `Packed`."""
         values = read(self.stored[0], offsets, sizes).float()
         if self.block is None:
             factor = read(self.stored[1], [0] * len(self.scales_shape), self.scales_shape).float()
@@ -92,7 +91,6 @@ class FourBit:
     shape: Shape
 
     def read(self, read: Read, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """See `Packed`."""
         (expert, column, row), (num_experts, num_columns, num_rows) = offsets, sizes
         first = column // _GROUP
         groups = -(-(column + num_columns) // _GROUP) - first

@@ -377,7 +377,6 @@ class LanguageModelFiles:
                 self.shapes[piece.name] = piece.shape
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """See `WeightFiles`."""
         source, piece, is_swapped = self._sources[name]
         stacked = len(piece.offsets) - len(offsets)
         begins = [*piece.offsets[:stacked], *(a + b for a, b in zip(piece.offsets[stacked:], offsets, strict=True))]

@@ -112,7 +112,6 @@ class MegatronBackend:
         return self._device
 
     def pass_groups(self) -> list[dist.ProcessGroup]:
-        """See `PolicyBackend`."""
         return parallel.pass_groups()
 
     # -- state -----------------------------------------------------------------------------------------------------
@@ -196,7 +195,6 @@ class MegatronBackend:
         return self._passes.shard
 
     def use_teacher_head(self, head: TeacherHead) -> None:
-        """See `PolicyBackend`."""
         self._passes.teacher_head = head
 
     def use_parts(self, passing: PassingParts) -> None:
@@ -210,7 +208,6 @@ class MegatronBackend:
         self._model.biases.forget()
 
     def abandon_pass(self) -> None:
-        """See `PolicyBackend`."""
         parallel.forget_collectives(self._chunks)
         caches.forget_failed_pass(self._chunks)
         self._model.biases.forget()
@@ -259,7 +256,6 @@ class MegatronBackend:
     # -- weights ---------------------------------------------------------------------------------------------------
 
     def clear_caches(self) -> None:
-        """See `PolicyBackend`."""
         if self._cfg.clear_memory_caches_before_refit:
             caches.clear_memory_caches(self._chunks)
         if self._cfg.fp8_cfg.force_clear_fp8_caches:
@@ -294,7 +290,6 @@ class MegatronBackend:
         yield from expert_weights.exported(chunks, self._conversions, num_experts, export)
 
     def named_adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """See `PolicyBackend`."""
         return exported_adapters(self._model.bridge, list(self._chunks), self._cfg.peft).scaled()
 
     def stage_save(self, folder: Path, reader: StateReader) -> StagedSave:
@@ -319,7 +314,6 @@ class MegatronBackend:
         )
 
     def export_hf(self, path: Path) -> None:
-        """See `PolicyBackend`."""
         peft = self._cfg.peft
         adapters = exported_adapters(self._model.bridge, list(self._chunks), peft) if peft.enabled else None
         export_hf_folder(path, self.named_weights(), self._model.hf_config, self._settings, adapters)

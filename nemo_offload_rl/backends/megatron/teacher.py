@@ -65,7 +65,6 @@ class FrozenMegatron:
 
     @property
     def softcap(self) -> float | None:
-        """See `FrozenModel`."""
         return None
 
     def state_groups(self) -> Sequence[StateGroup]:
@@ -79,7 +78,6 @@ class FrozenMegatron:
         return (StateGroup(TEACHER, tensors),)
 
     def read(self, micro_batches: Sequence[TokenBatch], reader: Reader) -> list[Any]:
-        """See `FrozenModel`."""
         kind = TopK if isinstance(reader, ReadTopK) else HiddenStates
         with self._passes.reading():
             schedule = self._passes.schedule(micro_batches, keep_scores, lambda _: reader, forward_only=True)
@@ -93,7 +91,6 @@ class FrozenMegatron:
         """Do nothing: all layers are in one group."""
 
     def output_rows(self, first: int, count: int) -> Tensor:
-        """See `FrozenModel`."""
         found: dict[str, Tensor] = {}
         for name, tensor in self._named_weights():
             if name in (_OUTPUT, _EMBEDDING):  # tied models have only the embedding
@@ -105,7 +102,6 @@ class FrozenMegatron:
         yield from self._model.bridge.export_hf_weights(chunks, cpu=False, show_progress=False)
 
     def all_reduce_max(self, value: int) -> int:
-        """See `FrozenModel`."""
         return max_over_ranks(value, parallel.data_parallel_group(), self._device)
 
     def close(self) -> None:

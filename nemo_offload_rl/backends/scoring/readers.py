@@ -31,7 +31,7 @@ from nemo_offload_rl.protocols.scoring import Head, OutputLayer, Positions, Read
 
 @dataclass(frozen=True)
 class ReadScores:
-    """Reads logprobs of the tokens, and a stat of the distribution there.
+    """A `Reader` of the tokens' logprobs, and of a stat of the distribution there.
 
     Attributes:
         stat: The stat; None for none.
@@ -44,7 +44,6 @@ class ReadScores:
     only_whole: bool = False
 
     def __call__(self, output_layer: OutputLayer, positions: Positions, head: Head) -> TokenScores:
-        """See `Reader`."""
         return chunked_scores(
             output_layer,
             positions.hidden,
@@ -60,12 +59,11 @@ class ReadScores:
 
 @dataclass(frozen=True)
 class ReadTopK:
-    """Reads the k most likely tokens at each token's position."""
+    """A `Reader` of the k most likely tokens at each token's position."""
 
     k: int
 
     def __call__(self, output_layer: OutputLayer, positions: Positions, head: Head) -> TopK:
-        """See `Reader`."""
         found = [
             topk_logprobs(output_layer(piece.hidden), self.k, head.temperature, head.shard)
             for piece in positions.split(head.chunk_size)
@@ -81,10 +79,9 @@ class HiddenStates(NamedTuple):
 
 @dataclass(frozen=True)
 class ReadHiddenStates:
-    """Returns the last hidden states themselves."""
+    """A `Reader` that returns the last hidden states themselves."""
 
     def __call__(self, output_layer: OutputLayer, positions: Positions, head: Head) -> HiddenStates:
-        """See `Reader`."""
         return HiddenStates(positions.hidden)
 
 

@@ -41,7 +41,7 @@ _SHOW_PERIOD_S = 5.0
 
 
 class AsyncVllmEngine(VllmEngineBase):
-    """A `GenerationEngine` that also serves single prompts concurrently.
+    """A `GenerationEngine` that also serves single prompts concurrently; a `OneEngine` and `PausingEngine` too.
 
     Args:
         settings: As for `VllmEngine`.
@@ -109,7 +109,6 @@ class AsyncVllmEngine(VllmEngineBase):
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
     def record_logprobs(self, on: bool) -> None:
-        """See `VllmEngineBase`."""
         super().record_logprobs(on)
         self._answers.records_logprobs = self._records_logprobs
 
@@ -127,7 +126,6 @@ class AsyncVllmEngine(VllmEngineBase):
         return [completion for (completion,) in self._wait(all_of_them())]
 
     def abort_generation(self) -> None:
-        """See `PausingEngine`."""
 
         async def abort() -> None:
             # A pause tells all tokens, which vLLM's aborts do not have (`decode_steps.py`).
@@ -138,7 +136,6 @@ class AsyncVllmEngine(VllmEngineBase):
         self._wait(abort())
 
     def pause_generation(self, recompute_kv_cache: bool) -> None:
-        """See `PausingEngine`."""
         with self._pausing:
             self._recomputes = recompute_kv_cache
 
@@ -149,7 +146,6 @@ class AsyncVllmEngine(VllmEngineBase):
         self._wait(hold())
 
     def resume_generation(self) -> None:
-        """See `PausingEngine`."""
 
         async def go_on() -> None:
             await self._engine.resume_generation()
@@ -215,7 +211,6 @@ class AsyncVllmEngine(VllmEngineBase):
         return self._wait(self._endpoint.take_rollouts(names))
 
     def shutdown(self) -> None:
-        """See `GenerationEngine`."""
         server, self._server = self._server, None
         if server is not None:
             self._wait(server.stop())

@@ -194,7 +194,6 @@ class VllmEngineBase(ABC):
         self._rpc("refit_join_group", (address.host, address.port, address.world_size, first_rank))
 
     def start_trace(self) -> None:
-        """See `Traced`."""
         self._rpc("start_step_trace", ())
 
     def stop_trace(self, prefix: str) -> list[str]:

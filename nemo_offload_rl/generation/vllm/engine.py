@@ -51,7 +51,6 @@ class VllmEngine(VllmEngineBase):
         self.record_logprobs(True)
 
     def shutdown(self) -> None:
-        """See `GenerationEngine`."""
         if self._llm is not None:
             self._llm.llm_engine.engine_core.shutdown()
             self._llm = None

@@ -45,7 +45,6 @@ class RefitFp8Config(Fp8Config):
 
     @classmethod
     def get_name(cls) -> Any:
-        """See `QuantizationConfig`."""
         return METHOD
 
     @classmethod

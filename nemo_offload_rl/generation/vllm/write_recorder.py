@@ -39,7 +39,6 @@ class WriteRecorder(TorchDispatchMode):
         return taken
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """See `TorchDispatchMode`."""
         if func is _COPY:
             self._spans.extend(spans_of(args[0]))
             self._num_read += args[1].numel() if _COUNTS_READS.get() else 0
