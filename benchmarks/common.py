@@ -117,6 +117,12 @@ def make_model(folder: Path, shape: str, device: str, *, ties_embeddings: bool =
         sys.exit("the model could not be made")
 
 
+def vocab_of(shape: str) -> int:
+    """Tokens of a shape's vocabulary."""
+    hybrid = hybrid_shapes.HYBRID_SHAPES.get(shape)
+    return shape_of(shape).vocab if hybrid is None else hybrid["vocab_size"]
+
+
 def grow_host_memory(num_bytes: int) -> None:
     """Touch as much host memory as the runs need: a virtual machine may grow on first touch, which is not measured."""
     with mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:

@@ -1,7 +1,8 @@
-"""Models whose layers carry a state along a row, in shapes near published ones: config.json and random weights.
+"""Models with states along a row or with latent attention, in shapes near published ones: config.json, random weights.
 
-Hidden sizes, heads and layers of Qwen3.5 and Nemotron-H as their config.json files give them; `12-layers` are mixtures
-cut to 12 layers and 64 experts. Weights are drawn as transformers initializes them.
+Hidden sizes, heads and layers of Qwen3.5, Nemotron-H, Moonlight and GLM-4.7-Flash as their config.json files give them;
+`12-layers` are cut to 12 layers, and mixtures to 64 experts, with latent attention to 32. Weights are drawn as
+transformers initializes them.
 """
 
 from __future__ import annotations
@@ -46,6 +47,37 @@ _NEMOTRON_H: dict[str, Any] = {
     "tie_word_embeddings": False,
     "max_position_embeddings": 8192,
 }
+_LATENT: dict[str, Any] = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 12,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "n_routed_experts": 32,
+    "first_k_dense_replace": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
+_MOONLIGHT: dict[str, Any] = {
+    **_LATENT,
+    "model_type": "deepseek_v3",
+    "vocab_size": 163840,
+    "intermediate_size": 11264,
+    "moe_intermediate_size": 1408,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "num_experts_per_tok": 6,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 2.446,
+}
 HYBRID_SHAPES: dict[str, dict[str, Any]] = {
     "qwen3.5-tiny": {
         **_QWEN3_5,
@@ -85,6 +117,31 @@ HYBRID_SHAPES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
         "tie_word_embeddings": False,
+    },
+    "moonlight-12-layers": _MOONLIGHT,
+    "moonlight-tiny": {
+        **_MOONLIGHT,
+        "vocab_size": 1024,
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "intermediate_size": 256,
+        "moe_intermediate_size": 64,
+        "n_routed_experts": 8,
+    },
+    "glm-4.7-flash-12-layers": {
+        **_LATENT,
+        "model_type": "glm4_moe_lite",
+        "vocab_size": 154880,
+        "intermediate_size": 10240,
+        "moe_intermediate_size": 1536,
+        "num_attention_heads": 20,
+        "num_key_value_heads": 20,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "num_experts_per_tok": 4,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 1.8,
     },
     "nemotron-h-8B": {
         **_NEMOTRON_H,

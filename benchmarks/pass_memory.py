@@ -1,6 +1,7 @@
 """Device memory and seconds of passes by their number of tokens.
 
     python benchmarks/pass_memory.py dtensor --shape 0.6B --out results/pass_memory_dtensor_0.6B.json
+    python benchmarks/pass_memory.py megatron --shape moonlight-12-layers --small-states
     python benchmarks/pass_memory.py megatron --shape tiny --device cpu --tokens 64,128 --row 32
 
 A pass is one micro-batch of `--tokens` tokens in rows of `--row` tokens. For every variant of the configuration and
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 from common import GIB, NLL
+from hybrid_shapes import HYBRID_SHAPES
 from qwen3_shapes import MOE_SHAPES, SHAPES, TIED
 from workers import DTENSOR, MEGATRON, Run, Variant, on_device, random_batch, run_variants, worker_of
 
@@ -59,6 +61,7 @@ VARIANTS = {
     ),
 }
 EXPERTS = (Variant("experts recomputed", selective("moe")), Variant("moe_act recomputed", selective("moe_act")))
+LATENT = (*EXPERTS, Variant("mla_up_proj recomputed", selective("mla_up_proj")))
 
 
 def run_passes(run: Run, variant: Variant) -> dict[str, Any]:
@@ -140,7 +143,7 @@ def print_passes(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("backend", choices=list(VARIANTS))
-    parser.add_argument("--shape", default="0.6B", choices=[*SHAPES, *MOE_SHAPES])
+    parser.add_argument("--shape", default="0.6B", choices=[*SHAPES, *MOE_SHAPES, *HYBRID_SHAPES])
     parser.add_argument("--tokens", default="1024,4096,16384,32768,65536", help="tokens of a pass; several by commas")
     parser.add_argument("--row", type=int, default=1024, help="tokens of a row")
     parser.add_argument("--only", nargs="+", help="run these variants, by their whole names")
@@ -162,7 +165,10 @@ def main() -> None:
         overrides=(*small, *args.overrides),
         backend=args.backend,
     )
-    variants = VARIANTS[args.backend] + (EXPERTS if args.shape in MOE_SHAPES and args.backend == "megatron" else ())
+    variants = VARIANTS[args.backend]
+    if args.backend == "megatron":
+        is_latent = "kv_lora_rank" in HYBRID_SHAPES.get(args.shape, {})
+        variants += LATENT if is_latent else EXPERTS if args.shape in MOE_SHAPES else ()
     if args.device == "cpu":
         variants = tuple(v for v in variants if v.overrides != PACKED)
     chosen = [v for v in variants if not args.only or v.name in args.only]

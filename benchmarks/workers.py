@@ -21,8 +21,7 @@ from typing import Any
 os.environ["NVTE_CPU_OFFLOAD_V1"] = "1"
 
 import torch
-from common import ROOT, grow_host_memory, measured_with, probe_link, write_result
-from qwen3_shapes import shape_of, write_model
+from common import ROOT, grow_host_memory, make_model, measured_with, probe_link, vocab_of, write_result
 
 logging.getLogger("megatron").setLevel(logging.WARNING)
 DTENSOR, MEGATRON = "policy.dtensor_cfg", "policy.megatron_cfg"
@@ -130,7 +129,7 @@ def random_batch(run: Run, length: int, generator: torch.Generator) -> Any:
     from nemo_offload_rl.data.batch import TrainBatch
 
     return TrainBatch(
-        input_ids=torch.randint(0, shape_of(run.shape).vocab, (run.rows, length), generator=generator),
+        input_ids=torch.randint(0, vocab_of(run.shape), (run.rows, length), generator=generator),
         input_lengths=torch.full((run.rows,), length),
         token_mask=torch.ones(run.rows, length).index_fill_(1, torch.tensor([0]), 0.0),
         sample_mask=torch.ones(run.rows),
@@ -170,7 +169,7 @@ def run_variants(
         run = replace(run, folder=folder)
         # In children: this process holds nothing of the GPU.
         link = _in_child(_prepare_host, args.host_gib << 30, run.device)
-        _in_child(write_model, Path(folder), shape_of(run.shape), run.device, ties_embeddings)
+        make_model(Path(folder), run.shape, run.device, ties_embeddings=ties_embeddings)
         rows: list[dict[str, Any]] = []
         results = {**_in_child(measured_with), "link_gb_per_s": link, "shape": run.shape, "rows": rows}
         for variant in variants:

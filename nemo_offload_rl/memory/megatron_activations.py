@@ -2,8 +2,9 @@
 
 Sizes are those that modules keep for their backward pass (arXiv 2205.05198 for the method), in the order of a layer:
 norm, product for queries, keys and values, norms of queries and keys, rotation, fused attention, projection, norm, and
-an MLP or experts. The terms for what exists for a moment only, such as copies of tokens for experts, are read off
-measured passes of four shapes (benchmarks/results/pass_memory.json; tests/unit/memory/test_passes.py compares all).
+an MLP or experts. Dense layers of a mixture count like those with experts. The terms for what exists for a moment only,
+such as copies of tokens for experts, are read off measured passes of four shapes (benchmarks/results/pass_memory.json;
+tests/unit/memory/test_passes.py compares all).
 
 Not counted: 8-bit products, adapters, uneven experts.
 """
@@ -27,37 +28,55 @@ _WITH_QUERY_NORMS = ("qwen3", "gemma3", "olmo2")  # beginnings of model types; o
 
 
 @dataclass(frozen=True)
+class Attention:
+    """Bytes of one layer's attention for each token of one rank.
+
+    Attributes:
+        kept: Kept for the backward pass, from the product for queries on, without hidden states.
+        forward: Most at once in a pass without gradients, without hidden states.
+        stats: Statistics of its norms and of attention.
+        recomputed: Bytes of `kept` that recomputing a module does not keep, by module; negative if it keeps more.
+        offloaded: Bytes that offloading a module moves to the host, by module.
+        fuses_norm: The norm before it is a part of the product for queries, keys and values.
+    """
+
+    kept: float
+    forward: float
+    stats: float
+    recomputed: Mapping[str, float]
+    offloaded: Mapping[str, float]
+    fuses_norm: bool
+
+
+@dataclass(frozen=True)
 class _Layer:
     """Bytes of one layer's tensors for each token of one rank.
 
     Attributes:
         hidden: Hidden states.
-        queries: Queries of the rank's heads; also the output of attention.
-        keys: Keys or values.
-        normed: Queries and keys before their norms; 0 without such norms.
-        stats: Statistics of norms and attention.
+        attention: The layer's attention.
+        stats: Statistics of the layer's norms, and scores of experts.
         inner: Input of the MLP's second product; of all copies, with experts.
         copies: Copies of hidden states for experts; 0 in a dense layer.
+        shared: Input of the second product of experts that all tokens pass through.
     """
 
     hidden: float
-    queries: float
-    keys: float
-    normed: float
+    attention: Attention
     stats: float
     inner: float
     copies: float
+    shared: float
 
     @property
     def of_mlp(self) -> float:
         """Kept from the second norm's output on; fused kernels keep both halves of the first product's output."""
-        return self.hidden + self.copies + 3 * self.inner
+        return self.hidden + self.copies + 3 * (self.inner + self.shared)
 
     @property
     def kept(self) -> float:
         """Kept of the whole layer between forward and backward pass."""
-        attention = 2 * self.queries + 2 * self.keys + self.normed
-        return 3 * self.hidden + attention + self.stats + self.of_mlp
+        return 3 * self.hidden + self.attention.kept + self.attention.stats + self.stats + self.of_mlp
 
     @property
     def backward(self) -> float:
@@ -67,29 +86,33 @@ class _Layer:
     @property
     def forward(self) -> float:
         """Most at once in a pass without gradients."""
+        of_mlp = 3 * self.hidden + 3 * self.inner
         if self.copies:
-            return 2 * self.hidden + 4 * self.copies + 2 * self.inner
-        attention = 2 * self.hidden + 4 * self.queries + 5 * self.keys
-        return max(attention, 3 * self.hidden + 3 * self.inner)
+            of_mlp = 2 * self.hidden + 4 * self.copies + 2 * (self.inner + self.shared)
+        return max(2 * self.hidden + self.attention.forward, of_mlp)
 
     def recomputed(self, modules: tuple[str, ...]) -> float:
         """Bytes of `kept` that selective recomputation of these modules does not keep; negative if it keeps more."""
+        num_norms = (0 if self.attention.fuses_norm else 1) + (1 if self.copies else 0)
         sizes = {
-            # Checkpointing keeps inputs and output in addition to what the neighbours keep.
-            "core_attn": -self.queries - self.keys,
-            "layernorm": self.hidden if self.copies else 0.0,
+            **self.attention.recomputed,
+            "layernorm": num_norms * self.hidden,
             "mlp": 0.0 if self.copies else self.of_mlp,
-            "moe": self.copies + 3 * self.inner if self.copies else 0.0,
+            "moe": self.copies + 3 * (self.inner + self.shared) if self.copies else 0.0,
             "moe_act": self.inner if self.copies else 0.0,
+            "shared_experts": 3 * self.shared,
         }
+        if "moe" in modules:
+            modules = tuple(name for name in modules if name not in ("moe_act", "shared_experts"))
         return sum(sizes.get(module, 0.0) for module in modules)
 
     def offloaded(self, modules: tuple[str, ...]) -> float:
         """Bytes of `kept` that fine-grained offloading of these modules moves to the host."""
+        of_attention = dict(self.attention.offloaded)
+        of_attention["attn_norm"] = 0.0 if self.attention.fuses_norm else self.hidden
+        of_attention["qkv_linear"] += (2 if self.attention.fuses_norm else 1) * self.hidden
         sizes = {
-            "qkv_linear": 2 * self.hidden + self.normed,
-            "core_attn": self.queries + 2 * self.keys,
-            "attn_proj": self.queries,
+            **of_attention,
             "mlp_norm": self.hidden,
             "expert_fc1": self.copies,
             "moe_act": 2 * self.inner if self.copies else 0.0,
@@ -204,28 +227,32 @@ def _formulas_apply(settings: PolicySettings) -> MegatronConfig | None:
 
 def _model(settings: PolicySettings, megatron: MegatronConfig) -> _Model | None:
     config = local_config(settings.model_name, settings.hf_config_overrides)
-    if config is None or "kv_lora_rank" in config:  # latent attention
+    if config is None:
         return None
     shape, size = ModelShape.of(config), COMPUTE_DTYPES[settings.precision].itemsize
     if not (shape.num_layers and shape.hidden_size and shape.num_heads and shape.num_kv_heads and shape.head_dim):
         return None
-    inner_size, copies = _inner_size(config, shape)
+    inner_size = (config.get("moe_intermediate_size") if shape.num_experts else None) or shape.intermediate_size
+    inner_size = inner_size[0] if isinstance(inner_size, list) else inner_size
     if inner_size is None or shape.vocab_size is None:
         return None
-    tp_size = megatron.tensor_model_parallel_size
-    heads = shape.num_heads / tp_size
-    kv_heads = max(1.0, shape.num_kv_heads / tp_size)
-    has_query_norms = config.get("use_qk_norm", str(config.get("model_type")).startswith(_WITH_QUERY_NORMS))
-    split_by = megatron.expert_tensor_parallel_size if copies else tp_size
+    tp_size, num_copies = megatron.tensor_model_parallel_size, shape.num_active_experts if shape.num_experts else 0
+    split_by = megatron.expert_tensor_parallel_size if num_copies else tp_size
     hidden = size * shape.hidden_size / (tp_size if megatron.sequence_parallel else 1)
+    shared_size = config.get("shared_expert_intermediate_size") or shape.num_shared_experts * inner_size
+    attention = _attention(config, shape, size, tp_size)
+    if "kv_lora_rank" in config:
+        num_parts = tp_size if megatron.sequence_parallel else 1
+        attention = latent_attention(
+            config, shape, size, tp_size, num_parts=num_parts, is_packed=settings.sequence_packing.enabled
+        )
     layer = _Layer(
         hidden=hidden,
-        queries=size * heads * shape.head_dim,
-        keys=size * kv_heads * shape.head_dim,
-        normed=size * (heads + kv_heads) * shape.head_dim if has_query_norms else 0.0,
-        stats=_FP32_BYTES * (2 * heads + kv_heads + 2 + shape.num_experts),
-        inner=size * max(1, copies) * inner_size / split_by,
-        copies=copies * hidden,
+        attention=attention,
+        stats=_FP32_BYTES * (2 + shape.num_experts),
+        inner=size * max(1, num_copies) * inner_size / split_by,
+        copies=num_copies * hidden,
+        shared=size * shared_size / tp_size if num_copies else 0.0,
     )
     logit_bytes = size * shape.vocab_size / tp_size
     return _Model(
@@ -237,9 +264,59 @@ def _model(settings: PolicySettings, megatron: MegatronConfig) -> _Model | None:
     )
 
 
-def _inner_size(config: Mapping[str, Any], shape: ModelShape) -> tuple[int | None, int]:
-    """Return the MLP's or an expert's inner size, and the copies of each token; shared experts are copies too."""
-    if not shape.num_experts:
-        return shape.intermediate_size, 0
-    inner_size = config.get("moe_intermediate_size", shape.intermediate_size)
-    return inner_size, shape.num_active_experts + shape.num_shared_experts
+def _attention(config: Mapping[str, Any], shape: ModelShape, size: int, tp_size: int) -> Attention:
+    """Count queries, keys, values and the output, and queries and keys before their norms where there are norms."""
+    assert shape.num_heads and shape.num_kv_heads and shape.head_dim
+    heads, kv_heads = shape.num_heads / tp_size, max(1.0, shape.num_kv_heads / tp_size)
+    queries, keys = size * heads * shape.head_dim, size * kv_heads * shape.head_dim
+    has_norms = config.get("use_qk_norm", str(config.get("model_type")).startswith(_WITH_QUERY_NORMS))
+    normed = queries + keys if has_norms else 0.0
+    return Attention(
+        kept=2 * queries + 2 * keys + normed,
+        forward=4 * queries + 5 * keys,
+        stats=_FP32_BYTES * (2 * heads + kv_heads),
+        # Checkpointing keeps inputs and output in addition to what the neighbours keep.
+        recomputed={"core_attn": -queries - keys},
+        offloaded={"qkv_linear": normed, "core_attn": queries + 2 * keys, "attn_proj": queries},
+        fuses_norm=True,
+    )
+
+
+def latent_attention(
+    config: Mapping[str, Any], shape: ModelShape, size: int, tp_size: int, *, num_parts: int, is_packed: bool
+) -> Attention:
+    """Count what `MLASelfAttention` keeps: compressed states before and after their norms, angles, and whole heads.
+
+    Queries, keys and values are computed from compressed states. In packed rows values get the size of keys, so that
+    the kernel's output has it too, and a copy of its first part is the input of the projection.
+
+    Args:
+        config: The model's config.json.
+        shape: Its sizes.
+        size: Bytes of an element.
+        tp_size: Tensor-parallel ranks.
+        num_parts: Ranks that divide the compressed states of a row.
+        is_packed: Sequences are packed in rows.
+    """
+    assert shape.num_heads and shape.head_dim
+    heads, rotated, latent = shape.num_heads / tp_size, config["qk_rope_head_dim"], config["kv_lora_rank"]
+    queries, values = size * heads * shape.head_dim, size * heads * config["v_head_dim"]
+    is_padded = is_packed and queries != values
+    padded = 2 * queries - values if is_padded else 0.0  # padded values and output, less values as they were
+    normed = size * (latent + (config.get("q_lora_rank") or 0)) / num_parts
+    # Cosines and sines of queries and of keys; the part of keys that is rotated comes with the compressed states.
+    angles = size * 4 * rotated
+    before = normed + size * rotated / num_parts
+    up = 2 * queries + (0.0 if is_padded else values)
+    return Attention(
+        kept=before + normed + angles + 2 * queries + 2 * values + padded,
+        forward=4 * queries + 2 * values,
+        stats=_FP32_BYTES * (heads + 2),
+        recomputed={"core_attn": padded, "mla_up_proj": up + normed + angles},
+        offloaded={
+            "qkv_linear": before + normed + angles,
+            "core_attn": 2 * queries + values + padded,
+            "attn_proj": values,
+        },
+        fuses_norm=False,
+    )
