@@ -3,8 +3,6 @@
 Launch scripts print a `UserError` as one line and exit with status 2; everything else is a bug and keeps its traceback.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

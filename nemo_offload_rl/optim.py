@@ -8,8 +8,6 @@ The random bits are a hash of the moments' own bits and the step count. So an el
 alone, and is the same bit by bit however parameters are sharded, streamed or resumed.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch

@@ -6,8 +6,6 @@ their group were smaller, and get an advantage of 0; their rewards may be NaN.
 Shape suffixes: B samples, S positions, P prompts, G group size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 Shape suffixes: B samples, S positions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

@@ -9,8 +9,6 @@ Taking the rollouts of a step means:
 Validation does the refit itself and begins no rollouts for training.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence

@@ -11,8 +11,6 @@ With `async_save`, training goes on after `save`. After each step `poll` complet
 `finish` waits for it at the end of the run.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

@@ -9,8 +9,6 @@ The loss is the mean divergence between student and teacher over the sampled tok
 Shape suffixes: B samples, S positions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ The loss compares with a frozen reference, the policy's initial weights. Its log
 swapped into the policy's memory in each step, or are computed once before training and saved with the checkpoints.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence

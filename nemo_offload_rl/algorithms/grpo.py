@@ -10,8 +10,6 @@
 5. Validation, when due: refit, answers to held-out prompts; a checkpoint, when due.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from contextlib import nullcontext

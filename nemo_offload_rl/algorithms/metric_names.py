@@ -3,8 +3,6 @@
 `<data set>` stands for the name of any data set of a mixture, `<part>` for the name of any part of a reward.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Iterable, Mapping

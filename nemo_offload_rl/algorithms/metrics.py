@@ -1,7 +1,5 @@
 """Metrics of a step, under the names of docs/reference/metrics.md; `metric_names.py` lists them."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 

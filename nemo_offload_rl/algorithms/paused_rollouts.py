@@ -11,8 +11,6 @@ them may have been left half done. The other engines give back their responses f
 engines keep through a sleep are lost if an engine dies in it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import threading
 import time

@@ -1,7 +1,5 @@
 """Logprobs of a frozen reference on disk, so that a resumed run does not compute them again."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -6,8 +6,6 @@ background while the driver scores and collates. A dead engine is restarted whil
 repeated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext

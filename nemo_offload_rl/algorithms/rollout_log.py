@@ -1,7 +1,5 @@
 """Turns rollouts of training into plain records: prompts, responses, scores, and inputs of the loss by token."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any

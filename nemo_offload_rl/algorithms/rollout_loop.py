@@ -3,8 +3,6 @@
 `grpo.py` and `distillation.py` show a step from top to bottom; docs/design/step.md explains its use of memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 

@@ -1,7 +1,5 @@
 """Parts of a run with rollouts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 

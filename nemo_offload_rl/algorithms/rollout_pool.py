@@ -13,8 +13,6 @@ age of rollouts is the version being trained minus the version with which they b
 The trainer's calls return or raise in the trainer's thread.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -14,8 +14,6 @@ forbids it, or the state cannot be saved:
 A signal never interrupts an update or a save.
 """
 
-from __future__ import annotations
-
 import logging
 import signal
 import threading

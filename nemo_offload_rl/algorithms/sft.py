@@ -1,7 +1,5 @@
 """Supervised fine-tuning: the policy imitates what the assistant wrote. The loop is `algorithms/supervised.py`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -7,8 +7,6 @@ One step, in order:
 4. validation, when due: the loss on held-out data; a checkpoint, when due.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol

@@ -1,7 +1,5 @@
 """Names the backend to use in place of one that refuses a model, for error messages."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

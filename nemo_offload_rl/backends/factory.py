@@ -1,7 +1,5 @@
 """Builds the backend that the settings ask for."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

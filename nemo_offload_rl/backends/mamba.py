@@ -8,8 +8,6 @@ heads x state size for each token, which is here chunk size x heads.
 Shape suffixes: B rows of L tokens, C chunks of S tokens (T as sources), G groups of R heads of size P, states of N.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """An optimizer divided into parts whose states move together, and its step part by part."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The process group of a backend, sums over its ranks, and collectives with gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta

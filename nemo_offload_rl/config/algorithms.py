@@ -1,7 +1,5 @@
 """Table of algorithms: the keys of each, the rules between them, and their conversion to a run's configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

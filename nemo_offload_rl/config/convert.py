@@ -1,7 +1,5 @@
 """Makes a run's configuration from checked keys, with the settings of workers and engines."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Lists the documented keys of a configuration section, for messages and for the generated reference."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Recognizes YAML files of NeMo-RL, which `migrate` turns into our keys."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ Run `python -m nemo_offload_rl.config.reference [--check]` in the repository roo
 Texts, types and defaults come from the sections, rules from the docstrings of the rule functions.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

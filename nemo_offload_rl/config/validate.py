@@ -1,7 +1,5 @@
 """Checks types, limits and unknown keys with pydantic; reports up to three problems in one line."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from functools import partial

@@ -5,8 +5,6 @@ warm-up and the reinforcement learning after it, never see each other's held-out
 always fall on the same side.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import random

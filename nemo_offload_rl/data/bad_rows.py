@@ -1,7 +1,5 @@
 """Rows that cannot be used: the first one ends the run, or all are left out and counted (`data.bad_rows`)."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Literal

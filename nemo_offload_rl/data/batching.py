@@ -1,7 +1,5 @@
 """Micro-batches of at most so many tokens: rows put end to end (packing), or padded rows of like length."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Data sets that a script gives as rows: lists of dictionaries, or similar iterables such as `datasets.Dataset`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

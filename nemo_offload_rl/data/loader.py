@@ -5,8 +5,6 @@ together. Each data set gives its share of them, spread evenly, and goes on wher
 small one is gone through several times, newly shuffled each time, before a large one was seen once.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from collections import deque

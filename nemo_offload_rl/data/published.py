@@ -3,8 +3,6 @@
 Names and conversions are those of NeMo-RL (its nemo_rl/data/datasets) for every set that it has.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping

@@ -7,8 +7,6 @@ of files is read in the order of their names.
 A CSV file's cells stay text. `datasets` would guess types, and so read the answer 007 as 7 and NA as a missing value.
 """
 
-from __future__ import annotations
-
 import csv
 import gzip
 import io

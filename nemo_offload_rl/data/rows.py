@@ -1,7 +1,5 @@
 """From the fields of a row to a question with its answer, a conversation, or a pair."""
 
-from __future__ import annotations
-
 import json
 import logging
 import random

@@ -4,8 +4,6 @@ vLLM hands conversations to templates in this form, so training and serving rend
 JSON text, and a message that only calls tools has the content "".
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ An agent is an object with a method `run(task) -> float`, sync or async. It make
 `task.base_url`, and returns the reward; the engine records prompts, tokens and masks.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import logging

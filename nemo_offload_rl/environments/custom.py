@@ -4,8 +4,6 @@ A reward is a function or several of them with weights (`reward_functions.py`). 
 with a method `step` (`Environment`).
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace

@@ -11,8 +11,6 @@ the pool closes the keeper's standard input, or the pool's process ends. So no p
 timeout or the run.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

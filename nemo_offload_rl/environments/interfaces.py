@@ -1,7 +1,5 @@
 """The protocol of environments, and the values that they exchange with rollouts."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

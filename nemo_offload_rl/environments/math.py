@@ -1,7 +1,5 @@
 """Scores mathematical answers: as mathematics (library math-verify), as text (DAPO's rule) or as integers."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence

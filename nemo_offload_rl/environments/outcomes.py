@@ -4,8 +4,6 @@ A response or rollout that could not be scored becomes `Unscored`, not a reward 
 the response, so such rollouts are left out of loss, baselines and accuracy.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Sequence

@@ -9,8 +9,6 @@ The code is sent only after the kernel's own record of the process shows that it
 an error of the sandbox.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -3,8 +3,6 @@
 https://github.com/PrimeIntellect-ai/verifiers. Install it with this package's extra `agents`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any

@@ -6,8 +6,6 @@
    on once, with the rollout's advantage; others are not.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

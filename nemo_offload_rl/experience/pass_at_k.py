@@ -3,8 +3,6 @@
 cons@k: the chance that the answer most of k responses agree on is correct, as in NeMo-RL's evaluation.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter

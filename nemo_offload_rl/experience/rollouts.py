@@ -8,8 +8,6 @@
 The caller runs engine and environments, so that it can time them, and restart an engine that died.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 

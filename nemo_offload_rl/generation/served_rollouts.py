@@ -5,8 +5,6 @@ of that call's prompt and response, and only the new messages are tokenized. The
 again, even if the client left out reasoning, because that could give other tokens.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter

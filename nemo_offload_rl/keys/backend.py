@@ -1,7 +1,5 @@
 """The protocol of a training backend's section of the YAML. Imports neither torch nor a model library."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, Self

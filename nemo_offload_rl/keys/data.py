@@ -1,7 +1,5 @@
 """The YAML keys `data.*`, `env.*` and `policy.tokenizer.*`."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import Field

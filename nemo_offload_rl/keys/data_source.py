@@ -1,7 +1,5 @@
 """Keys that several data sets have."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """The YAML keys `policy.dtensor_cfg.*`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Literal, Self

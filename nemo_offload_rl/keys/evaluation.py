@@ -1,7 +1,5 @@
 """The YAML keys `eval.*` and `generation.*` of an evaluation."""
 
-from __future__ import annotations
-
 from dataclasses import field
 from typing import Annotated, Any, Literal
 

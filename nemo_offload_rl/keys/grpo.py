@@ -1,7 +1,5 @@
 """The YAML keys `grpo.*`, `distillation.*` and `loss_fn.*`; those of `sft` and `dpo` are in `supervised.py`."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, Protocol
 
 from nemo_offload_rl.keys.section import doc, section, value_of

@@ -4,8 +4,6 @@
 workers and engines, which are made of those keys, and the plain dictionary for the records of a run (`resolved`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol

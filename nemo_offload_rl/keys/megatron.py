@@ -1,7 +1,5 @@
 """The YAML keys `policy.megatron_cfg.*`. Names and meanings are Megatron-core's."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Literal, Self

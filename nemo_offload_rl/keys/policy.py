@@ -1,7 +1,5 @@
 """The YAML keys `policy.*`, without those of the training backends (`keys/dtensor.py`, `keys/megatron.py`)."""
 
-from __future__ import annotations
-
 from dataclasses import field
 from typing import Annotated, Any, Literal
 

@@ -1,7 +1,5 @@
 """The YAML keys of published data sets that have a name here, which is NeMo-RL's if NeMo-RL has the data set."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from nemo_offload_rl.keys.data_source import HeldOutKeys, TaskKeys

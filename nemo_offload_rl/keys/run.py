@@ -1,7 +1,5 @@
 """The YAML keys `logger.*`, `cluster.*` and `checkpointing.*`."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Annotated, Any, Literal

@@ -1,7 +1,5 @@
 """The YAML keys `sft.*` and `dpo.*`."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from nemo_offload_rl.keys.section import doc, section, value_of

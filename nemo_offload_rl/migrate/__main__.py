@@ -1,7 +1,5 @@
 """`python -m nemo_offload_rl.migrate FILE [-o OUT]`, or `--count FOLDER`."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

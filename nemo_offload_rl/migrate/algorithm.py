@@ -1,7 +1,5 @@
 """Conversions of keys of the algorithm, the tokenizer, asynchronous GRPO and the teacher."""
 
-from __future__ import annotations
-
 from nemo_offload_rl.keys.run import validates_a_checkpoint
 from nemo_offload_rl.migrate.draft import Draft, converts, leaves
 

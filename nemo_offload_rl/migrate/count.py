@@ -1,7 +1,5 @@
 """Counts the files of a folder that load, and the reasons that stop the others."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping

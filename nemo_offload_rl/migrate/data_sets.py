@@ -1,7 +1,5 @@
 """Conversions of the sections `data` and `env`, and of files for evaluations, whose data has other keys."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A half-converted configuration, and the register of functions that convert keys."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

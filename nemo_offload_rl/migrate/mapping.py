@@ -1,7 +1,5 @@
 """Converts a NeMo-RL configuration to ours: recognizes it, applies the rules, fills in the rest."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Conversions of keys of devices, engine, placement and training, and facts about a model by its name."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

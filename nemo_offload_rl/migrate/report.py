@@ -1,7 +1,5 @@
 """Outcome of each key of a NeMo-RL file, as a table and as comments in our YAML."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ A pattern is a dotted key; `.*` at its end stands for all keys below. The longes
 Conversions that need several keys are functions (`draft.converts`). A key without a rule is an error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

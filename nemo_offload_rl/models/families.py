@@ -5,8 +5,6 @@ sizes (`shape.py`). A record has the backends that train a family, and the setti
 records before Ray starts.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping

@@ -3,8 +3,6 @@
 Run `python -m nemo_offload_rl.models.page` in the repository root.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ Cosine and sine are multiplied by `attention_factor`. transformers 5.12.1 reads 
 keys silently. `with_published_factor` and `for_engine` give policy and engine the same factor.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any

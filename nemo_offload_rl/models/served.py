@@ -4,8 +4,6 @@ With such a setting the engine would sample from another function than the one t
 tensors that one side lacks, and only after all processes have started.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

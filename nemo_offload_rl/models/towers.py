@@ -5,8 +5,6 @@ memory neither of a device nor of the host. Engines that get their weights from 
 too. Exports are whole folders: towers are copied from `policy.model_name`, tensor by tensor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Sliding windows in config.json, as the model library reads them for each family."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

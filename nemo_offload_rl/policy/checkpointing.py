@@ -9,8 +9,6 @@
 A failure on any rank is raised on every rank, as one line with its cause, and leaves no folder behind.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -1,7 +1,5 @@
 """Splits a batch into micro-batches, and runs passes over them while residency has copies under way."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import sys

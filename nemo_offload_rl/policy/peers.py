@@ -10,8 +10,6 @@ The ranks of a pass wait for each other in collectives, so a rank that fails has
 """
 
 # pyright: reportPrivateUsage=false
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator, Sequence

@@ -4,8 +4,6 @@ Each global batch is split into D equal runs of rows, D the data-parallel size, 
 optimizer step sees its own global batch, and neighbouring rows stay neighbours, which preference pairs rely on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

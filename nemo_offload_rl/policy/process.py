@@ -1,7 +1,5 @@
 """Set-up of a worker's process: deterministic kernels, a record of memory, and clean-up of failed constructors."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable

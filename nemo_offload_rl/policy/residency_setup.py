@@ -1,7 +1,5 @@
 """Builds the residency manager from a policy's settings and backend, and allocates its host memory."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from dataclasses import replace
 

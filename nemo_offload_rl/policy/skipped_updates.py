@@ -5,8 +5,6 @@ skip such updates too. A skipped update changes neither parameters nor optimizer
 on as if the batch did not exist.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable
 

@@ -6,8 +6,6 @@ training needs the teacher's output layer: the rows for this rank's part of the 
 The teacher then returns hidden states, H values a token, and training computes its logits in chunks of positions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -8,8 +8,6 @@ Calls of a worker in one step of RL with colocated generation:
 Every rank makes the same calls, since they contain collectives of all ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace

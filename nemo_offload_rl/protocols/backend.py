@@ -1,7 +1,5 @@
 """The protocol that a training backend implements. The worker implements the phase verbs, once for all backends."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path

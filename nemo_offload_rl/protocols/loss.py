@@ -1,7 +1,5 @@
 """Interfaces of losses and worker groups, shared by the driver, the workers and the backends."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

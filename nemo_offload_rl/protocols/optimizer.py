@@ -4,8 +4,6 @@ Sizes, rules, streaming and checkpoints ask an `OptimizerSpec`, never an optimiz
 is found by trying it (`dtensor/torch_optim.py`); Megatron's follows from the settings (`megatron/optimizer_spec.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The policy fills a buffer with tensors and describes it by a `WeightBucket`. The
 which copies the tensors out of the buffer.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Interfaces between a backend and the code that saves checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Protocol
 

@@ -3,8 +3,6 @@
 Shape suffixes: N positions, V vocabulary (V is this rank's part under tensor parallelism).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Entry of `python -m nemo_offload_rl.report`."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

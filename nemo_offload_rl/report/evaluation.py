@@ -1,7 +1,5 @@
 """The page of an evaluation: metrics, and responses to look at."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The page of a report: one HTML file with everything inside, for light and dark mode, for phones and desktops."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -7,8 +7,6 @@ An `enter`, in order:
 4. on any failure, put every group back or mark the manager failed; raise the failure either way.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

@@ -4,8 +4,6 @@ Bytes are summed on their way into the file (`SummedStream`), so that a checksum
 disk. Files that another library writes are read back (`file_checksums`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Buffer, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

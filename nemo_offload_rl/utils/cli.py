@@ -1,7 +1,5 @@
 """Command lines of the launch scripts. Imports only the standard library, so that `--help` answers at once."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

@@ -13,8 +13,6 @@
 Every failure raises `ConfigError` with one line. `nemo_offload_rl.config` checks the meaning of keys afterwards.
 """
 
-from __future__ import annotations
-
 import copy
 import difflib
 import os

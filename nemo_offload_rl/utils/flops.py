@@ -5,8 +5,6 @@ not, as usual for this figure (arXiv 2204.02311, appendix B). Of a mixture's exp
 through count. The output layer counts for every token, though prompts need no logits.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

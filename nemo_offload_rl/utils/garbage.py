@@ -4,8 +4,6 @@ It visits all objects that refer to others: 0.1 s in a policy worker of 30 B par
 imported libraries (docs/measurements/two-gpus.md#a-mixture-of-experts-of-30-b-parameters-on-two-gpus).
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager

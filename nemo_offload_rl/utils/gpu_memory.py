@@ -3,8 +3,6 @@
 Without NVML, or if it names no processes, the answers are empty: nothing here may end a run.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field

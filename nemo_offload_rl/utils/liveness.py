@@ -8,8 +8,6 @@
 3. `examine` reads both.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import re

@@ -11,8 +11,6 @@ Once a `RunLogger` is open, no failed write ends the run: it costs one warning. 
 refused are written as soon as there is room again.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -4,8 +4,6 @@ A thread of the driver reads GPU memory. Each sample is a line of memory.jsonl i
 of a step are metrics. Only GPUs of the driver's host that a known process uses are sampled.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -3,8 +3,6 @@
 Each library is imported only when its receiver is enabled.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import logging

@@ -3,8 +3,6 @@
 A stream that is gone or full ends the display with a warning; the run goes on.
 """
 
-from __future__ import annotations
-
 import logging
 import shutil
 import sys

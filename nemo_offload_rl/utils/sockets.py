@@ -3,8 +3,6 @@
 Every port is opened with `listening`, and every request is checked with `Listening.admits`.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import os
 

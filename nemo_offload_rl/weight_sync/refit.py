@@ -15,8 +15,6 @@ An engine waits for memory that is really free, so it cannot exceed the device's
 and ends the refit. The engine then refuses to generate until a refit succeeds.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import deque
 from collections.abc import Callable

@@ -12,8 +12,6 @@ Shape suffixes: B rows of the micro-batch, H heads, K key-value heads, S tokens 
 D head size.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Trained parameters, gradients and optimizer state are fp32; FSDP casts to `polic
 Between calls no parameter is gathered: gathered copies would be outdated after a load, and take memory while offloaded.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence

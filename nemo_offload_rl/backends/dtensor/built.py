@@ -1,7 +1,5 @@
 """A Hugging Face model with its weights, sharded over the ranks of a mesh."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The training state that a checkpoint of the DTensor backend saves."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -7,8 +7,6 @@ recomputation in the backward pass.
 Kernels are tuned for the sizes of the first pass, so a sample's pass has as many tokens as fit its memory.
 """
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import count

@@ -10,8 +10,6 @@ Shape suffixes: T tokens, K experts per token, R rows (one for each token and ex
 layer.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

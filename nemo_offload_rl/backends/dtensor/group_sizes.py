@@ -1,7 +1,5 @@
 """Chooses how many micro-batches pass through a model's parts together, from the memory that earlier groups needed."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from nemo_offload_rl.residency import PassingParts

@@ -13,8 +13,6 @@ needs no weights. With tied embeddings O is E, and their gradients must be summe
 micro-batch. So E's backward computes the output layer again, for both gradients: forward E 1 2 E, backward 2 1 E.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field

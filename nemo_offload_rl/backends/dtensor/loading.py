@@ -1,7 +1,5 @@
 """Builds a Hugging Face causal model on the meta device, and reads each rank's shard from the model's files."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ The model's own parameters become the state group `base`. It never changes, so i
 the compute type if the model's files are, else in float32; adapters and their optimizer are in float32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase

@@ -7,8 +7,6 @@ Shape suffixes: B rows of S columns of the micro-batch; R rows of L tokens of th
 tokens; D decoder layers; K experts per token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self

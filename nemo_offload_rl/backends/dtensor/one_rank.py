@@ -4,8 +4,6 @@ FSDP casts every parameter, copies the result and adds up gradients tensor by te
 hosts with slow cores these launches set the pace of a pass.
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

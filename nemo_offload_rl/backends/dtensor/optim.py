@@ -1,7 +1,5 @@
 """Division of optimizer states into streamed parts, and gradient norms."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 

@@ -7,8 +7,6 @@ parameters are sharded over `dp` and `cp`, whose ranks all have different tokens
 is sharded over `dp`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace

@@ -6,8 +6,6 @@ either the values or the indices to look up other scores. So one replacement of 
 Shape suffixes: T tokens of the model's input, D decoder layers, K experts per token, E experts of a layer.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

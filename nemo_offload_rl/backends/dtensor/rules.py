@@ -1,7 +1,5 @@
 """Rules of the DTensor backend, all checked before Ray starts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any

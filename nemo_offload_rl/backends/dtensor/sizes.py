@@ -1,7 +1,5 @@
 """Sizes of a rank's state in bytes, from the model's configuration alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from math import ceil, prod
 

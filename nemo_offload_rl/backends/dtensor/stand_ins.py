@@ -6,8 +6,6 @@ masks), or return the last layer's output, from which the model's forward contin
 FSDP's hooks do not run: the caller has gathered the parameters.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

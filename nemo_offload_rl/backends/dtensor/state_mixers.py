@@ -10,8 +10,6 @@ called with hidden states [1, L, H] (as first argument, or `hidden_states`), wit
 `_PASS_BOUNDS`. The packages of its kernels go to `_PACKAGES`.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial

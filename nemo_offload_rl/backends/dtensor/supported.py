@@ -4,8 +4,6 @@ Rules call them before Ray starts, and the backend again once it has the config.
 a config.json, and `plan` the result of `declared_plan`, the only function that imports `transformers`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

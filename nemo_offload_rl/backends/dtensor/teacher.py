@@ -1,7 +1,5 @@
 """A teacher on the DTensor backend: a model that is never trained."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -6,8 +6,6 @@ their last, row-wise split ends in a reduce-scatter. Both together move as many 
 replace.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial

@@ -4,8 +4,6 @@ Steps on tiny parameters, sharded like the model's, show whether an optimizer wo
 They take milliseconds, so they run before anything is started.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import warnings

@@ -1,7 +1,5 @@
 """Hugging Face model folders: reads a config with overrides, and writes config, weights and tokenizer."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

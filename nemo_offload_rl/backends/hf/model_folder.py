@@ -1,7 +1,5 @@
 """Finds and checks the files of a Hugging Face model without a model library, for use before any worker starts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from functools import lru_cache

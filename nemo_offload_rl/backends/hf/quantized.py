@@ -9,8 +9,6 @@ Sources: `transformers` 5.12.1, `integrations/finegrained_fp8.py` and `integrati
 (MX) Specification 1.0, section 5.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol

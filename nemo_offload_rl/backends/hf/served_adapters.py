@@ -5,8 +5,6 @@ reads the model's weights from its folder, once. An engine that sleeps discards 
 them a second time, and gets them from each refit too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 

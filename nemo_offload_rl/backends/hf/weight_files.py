@@ -5,8 +5,6 @@ another name there (`HubNames`, from the conversion rules of `transformers`). A 
 the checkpoint's name of their module (`generation/vllm/stacked_experts.py` has the form); an export divides them.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import pickle

@@ -12,8 +12,6 @@ which tensors to move, and never updates that record. This fails in a policy wor
 A pass that raises leaves the offload manager in an unfinished state; `training_pass` then creates a new one.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 import math

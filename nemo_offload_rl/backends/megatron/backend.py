@@ -4,8 +4,6 @@ Parameters have the type of `policy.precision`; with bfloat16 the optimizer hold
 hold the gradients of the global batch from `forward_backward` to `optim_step`.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack

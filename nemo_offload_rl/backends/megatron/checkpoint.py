@@ -6,8 +6,6 @@ according to Megatron's buffers. Ranks with other ranges, or with whole paramete
 A checkpoint of another split of the model is refused. With delayed scaling it also holds the scales of 8-bit layers.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Container, Iterator, Mapping, Sequence
 from functools import cached_property

@@ -4,8 +4,6 @@ Megatron-Bridge converts each expert separately: 18,432 tensors for 48 layers of
 projection gathers a layer's experts. With pipeline or expert tensor parallelism, the bridge's tensors are stacked.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Megatron-Bridge 0.6.2 only warns of a missing tensor, leaves its parameter uninitialized, and ignores unknown tensors.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence

@@ -4,8 +4,6 @@ Shape suffixes: B samples, S positions of a sample, R rows and T positions of th
 R = 1), L positions on this context-parallel rank.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ Adapters are added before the data-parallel wrapper allocates its buffers, so th
 weights form the state group `base`. The bridge merges adapters in float32 during export.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Builds Megatron model chunks, wrapped for data parallelism, from a Hugging Face folder."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import warnings

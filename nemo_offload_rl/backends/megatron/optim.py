@@ -1,7 +1,5 @@
 """Megatron's optimizer and schedule from `policy.megatron_cfg`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

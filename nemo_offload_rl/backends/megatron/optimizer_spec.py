@@ -5,8 +5,6 @@ Rules and size estimates use it before a run starts, and the backend for its opt
 optimizers (`megatron.core.optimizer.emerging_optimizers`) need a package that is not required here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Megatron's process groups and seeds."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta

@@ -4,8 +4,6 @@ Logits never leave the model: `GPTModel`'s output processor calls the output lay
 stage returns the results of a `Reader`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial

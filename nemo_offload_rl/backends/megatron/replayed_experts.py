@@ -6,8 +6,6 @@ each recomputation, knows no tokens without routing, and keeps every router in a
 Shape suffixes: T tokens of this rank's routers, D decoder layers, K experts per token, E experts of a layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

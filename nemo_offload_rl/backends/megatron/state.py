@@ -10,8 +10,6 @@ Groups are listed in this order. A storage in several groups belongs to the firs
 optimizer's parameters are views of the parameter buffers and move with these.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any

@@ -5,8 +5,6 @@ During a step, this module replaces its inner optimizer by one that updates part
 masters while they are on the device. Megatron still computes the norm, clips, and gathers parameters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain, islice, starmap

@@ -4,8 +4,6 @@ Rules use them before Ray starts. The backend checks again with the loaded confi
 before. Everywhere `config` is the contents of a config.json.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any

@@ -1,7 +1,5 @@
 """A teacher on the Megatron backend: a model that is never trained, split over the ranks like the policy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any

@@ -4,8 +4,6 @@ Loading runs no code from a checkpoint: its unpicklers accept a few data classes
 (`_MetadataUnpickler`, and torch's own with `weights_only`).
 """
 
-from __future__ import annotations
-
 import logging
 import pickle
 import warnings

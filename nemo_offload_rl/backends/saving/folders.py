@@ -1,7 +1,5 @@
 """Folders that appear only when complete: all ranks write under another name, then rank 0 renames the folder."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator, Mapping

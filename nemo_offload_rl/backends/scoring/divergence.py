@@ -12,8 +12,6 @@ Shape suffixes: N positions (any number of dimensions), V this rank's part of th
 ranks that share a vocabulary get the same values; each gets the gradient of its own columns.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -6,8 +6,6 @@ Plain torch takes about ten passes over an fp32 copy of the logits; with a vocab
 0.6 B model's forward pass.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

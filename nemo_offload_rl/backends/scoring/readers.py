@@ -5,8 +5,6 @@ For all backends, logits exist only here, for one chunk of positions at a time.
 Shape suffixes: N positions, V this rank's part of the vocabulary, K tokens of a top-k, H hidden size.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Rules between keys, all checked before Ray starts; one named function each."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import cast
 

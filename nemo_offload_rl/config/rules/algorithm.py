@@ -1,7 +1,5 @@
 """Rules of GRPO and distillation, and of their losses."""
 
-from __future__ import annotations
-
 from nemo_offload_rl.backends.hf.model_folder import local_model_config
 from nemo_offload_rl.errors import division_problem
 from nemo_offload_rl.keys.master import DistillationMasterConfig, GrpoMasterConfig, Rule

@@ -1,7 +1,5 @@
 """Sets of rules, rules on the data of all runs, and checks shared by several rules."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Rules on backend, devices, parallelism and batches."""
 
-from __future__ import annotations
-
 from nemo_offload_rl.config.rules.base import data_parallel_size
 from nemo_offload_rl.errors import division_problem, share_problem
 from nemo_offload_rl.keys.generation import engine_devices_problem

@@ -1,7 +1,5 @@
 """Rules between the keys of an evaluation."""
 
-from __future__ import annotations
-
 from nemo_offload_rl.backends.hf.model_folder import local_config
 from nemo_offload_rl.config.rules.base import RuleSet, sources
 from nemo_offload_rl.config.rules.rollouts import vllm_kwargs_problem

@@ -1,7 +1,5 @@
 """Rules that a run fits the memory of its machine; sizes that are not known refuse nothing."""
 
-from __future__ import annotations
-
 import os
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Rules on the model's config.json; they are silent if it is on the hub and not in the local cache."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Rules on sampling, engine, data and environments."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any

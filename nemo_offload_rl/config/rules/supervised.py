@@ -1,7 +1,5 @@
 """Rules of SFT and DPO."""
 
-from __future__ import annotations
-
 from nemo_offload_rl.config.rules.base import DATA_RULES, Rule, data_parallel_size, sources
 from nemo_offload_rl.errors import share_problem
 from nemo_offload_rl.keys.master import DpoMasterConfig, SftMasterConfig

@@ -1,7 +1,5 @@
 """Rules on optimizers, schedules, checkpoints and loggers."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from collections.abc import Callable, Mapping

@@ -5,8 +5,6 @@ the slot before the next request. The model's own weights come in the same refit
 discards them (`RefitSession`). Otherwise the engine has read them from the model's folder.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

@@ -5,8 +5,6 @@ its weights, the processes or the sampling have their own key or are refused. Ev
 the three lists.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 _REFUSED: Mapping[str, str] = {

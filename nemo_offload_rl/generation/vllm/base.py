@@ -5,8 +5,6 @@ refit or a checkpoint. A CPU engine cannot sleep: its calls change only this sta
 or after weights were discarded) fails as it does on a GPU.
 """
 
-from __future__ import annotations
-
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence

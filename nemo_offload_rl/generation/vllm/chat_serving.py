@@ -4,8 +4,6 @@ Three methods are extended: a request is sampled as the run's settings say, its 
 tokens, and the engine's output is kept.
 """
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A CPU worker of vLLM whose weights can be replaced; vLLM imports it by name (`worker_cls`)."""
 
-from __future__ import annotations
-
 import os
 from functools import partial
 from itertools import pairwise

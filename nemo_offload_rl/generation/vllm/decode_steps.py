@@ -11,8 +11,6 @@ For 512 requests, `schedule`, `update_from_output` and `process_outputs` take 0.
 (`benchmarks/scheduler_pace.py`).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -3,8 +3,6 @@
 vLLM's own wake-up does not wait: without room it fails with part of the memory mapped.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection, Mapping
 

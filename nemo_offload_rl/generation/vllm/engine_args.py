@@ -1,7 +1,5 @@
 """Turns settings into the arguments and the environment of a vLLM engine."""
 
-from __future__ import annotations
-
 import logging
 import os
 import tempfile

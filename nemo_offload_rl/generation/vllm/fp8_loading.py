@@ -10,8 +10,6 @@ they are written in place: CUDA graphs and sleep mode do not see a difference. v
 a second copy of each layer and keep references to buffers that the sender overwrites.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A GPU worker of vLLM that shares its GPU with other processes; vLLM imports it by name (`worker_cls`)."""
 
-from __future__ import annotations
-
 import logging
 
 from vllm.v1.worker.gpu_worker import Worker

@@ -4,8 +4,6 @@
 time. `json_body` reads and parses a body within limits of time, size, depth and values.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -1,7 +1,5 @@
 """Keeps the contents of a worker's KV blocks on the host while the engine sleeps."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ themselves, which takes a quarter of the seconds of a rollout. Here they stay on
 are bit for bit the numbers that vLLM returns with `logprobs_mode="processed_logprobs"`.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

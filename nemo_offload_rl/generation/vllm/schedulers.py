@@ -13,8 +13,6 @@ host, where only those of the few unfinished ones are needed. It looks them up b
 of each response is lost and computed again with other weights. It needs a GPU, so no test on a CPU could see an error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -30,8 +30,6 @@ With tensor parallelism, vLLM's own loader of the family sets the bias of the do
 all workers read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

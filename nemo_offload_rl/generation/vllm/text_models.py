@@ -4,8 +4,6 @@ vLLM 0.25.1 has these models inside of those that read images, but registers onl
 for the sizes and types of its states.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from vllm.model_executor.models import qwen3_5

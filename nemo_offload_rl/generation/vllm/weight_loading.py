@@ -7,8 +7,6 @@ tensors or experts, or tensors that it ignores or reads in part. Counting finds 
 must be written, and every element of every tensor read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field

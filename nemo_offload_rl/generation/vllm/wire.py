@@ -1,7 +1,5 @@
 """Refit buckets as plain lists, which vLLM can send to its workers."""
 
-from __future__ import annotations
-
 from dataclasses import astuple
 from typing import Any
 

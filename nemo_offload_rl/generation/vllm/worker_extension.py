@@ -4,8 +4,6 @@ They return a message instead of raising, because an exception in a worker proce
 and ends the executor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

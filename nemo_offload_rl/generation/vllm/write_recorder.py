@@ -4,8 +4,6 @@ vLLM fuses, pads, shards and renames tensors, so names do not tell what was writ
 fill, and those are recorded with their addresses.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

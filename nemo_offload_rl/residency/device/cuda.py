@@ -1,8 +1,6 @@
 """A CUDA GPU as a residency device: side streams, staged small copies, events instead of synchronisation."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
-from __future__ import annotations
-
 import os
 import time
 from collections import deque

@@ -7,8 +7,6 @@ of experts took 1.1 s, about as long as their copies.
 
 # pyright: reportPrivateUsage=false
 
-from __future__ import annotations
-
 import ctypes
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence

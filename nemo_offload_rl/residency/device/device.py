@@ -4,8 +4,6 @@
 `cuda.py` has the device for GPUs.
 """
 
-from __future__ import annotations
-
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence

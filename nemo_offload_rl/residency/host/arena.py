@@ -6,8 +6,6 @@
 4. `close` returns everything to the system; a block still in use then is a leak and is named.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ maps a region of exactly the requested size, binds it to the GPU's NUMA node, ba
 threads touch at once, and registers it. docs/measurements/mechanisms.md has the rates.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import mmap

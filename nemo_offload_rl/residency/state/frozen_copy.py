@@ -4,8 +4,6 @@ A copy is taken once, in the type to which passes cast the parameters, and read 
 crosses the link as it is, to the last bytes of its place, and is widened there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 

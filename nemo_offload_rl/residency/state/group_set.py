@@ -1,7 +1,5 @@
 """All groups of one worker and their storages; moves of several together or none, and of single ones."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager

@@ -5,8 +5,6 @@ are still arriving: a hook before each layer's forward makes the device wait for
 does not wait.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

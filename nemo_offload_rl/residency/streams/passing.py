@@ -7,8 +7,6 @@ both in the update (`stream.py`). The parts that are updated first get their gra
 for the update, and their states come while the backward pass goes on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Brings groups to the device ahead of their phase, if the work of the present one leaves room."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 

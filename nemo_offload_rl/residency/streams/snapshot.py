@@ -9,8 +9,6 @@ There are three ways to swap, with the same bits:
    by piece, there and back. A snapshot narrower than the group has no room for this and is swapped as in 2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial

@@ -9,8 +9,6 @@ The idea of staging an optimizer's states in chunks around the step comes from M
 ChunkedOptimizerStateOffloader (megatron/core/optimizer/cpu_offloading).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial

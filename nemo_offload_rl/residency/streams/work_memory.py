@@ -5,8 +5,6 @@ that time, and what the allocator holds for passes at the end of the phase, in p
 took the latter, the allocator would give all of its cache back and ask the CUDA driver again in every micro-batch.
 """
 
-from __future__ import annotations
-
 import sys
 from bisect import bisect_right
 from collections.abc import Generator, Iterable, Mapping

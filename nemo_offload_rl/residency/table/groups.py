@@ -6,8 +6,6 @@ or more spans for each layer.
 """
 
 # pyright: reportPrivateUsage=false
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

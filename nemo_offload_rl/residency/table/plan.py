@@ -3,8 +3,6 @@
 No other code decides where state is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum

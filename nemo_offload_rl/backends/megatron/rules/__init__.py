@@ -1,7 +1,5 @@
 """Rules of the Megatron backend. All are checked before Ray starts, and none imports Megatron."""
 
-from __future__ import annotations
-
 from nemo_offload_rl.backends.megatron.rules import activations, model, optimizer
 from nemo_offload_rl.backends.megatron.rules.base import for_megatron
 from nemo_offload_rl.backends.megatron.supported import KEY

@@ -4,8 +4,6 @@ Megatron-core's own front ends check some of this, but a worker that builds the 
 Unchecked mistakes fail deep inside a training step, or silently move nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from nemo_offload_rl.backends.hf.model_folder import local_model_config

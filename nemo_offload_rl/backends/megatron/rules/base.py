@@ -1,7 +1,5 @@
 """The form of the Megatron backend's rules."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import wraps
 

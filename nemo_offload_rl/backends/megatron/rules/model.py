@@ -1,7 +1,5 @@
 """Rules on the Megatron backend's devices and layers."""
 
-from __future__ import annotations
-
 from nemo_offload_rl.backends.alternatives import advice
 from nemo_offload_rl.backends.hf.model_folder import local_model_config
 from nemo_offload_rl.backends.megatron.rules.base import for_megatron

@@ -1,7 +1,5 @@
 """Rules on what Megatron trains and how: the optimizer, its schedule, and low-rank adapters."""
 
-from __future__ import annotations
-
 from fnmatch import fnmatchcase
 
 from nemo_offload_rl.backends.hf.model_folder import local_model_config

@@ -1,7 +1,5 @@
 """Binds a worker's threads to the CPUs near its GPU, so that host memory is accessed on one NUMA node."""
 
-from __future__ import annotations
-
 import logging
 import os
 from pathlib import Path

@@ -5,8 +5,6 @@ micro-batch`, times a scale that a callback returns. The callback here divides b
 micro-batch by its tokens. Sources: Switch Transformers (arXiv 2101.03961), DeepSeek-V3 (arXiv 2412.19437).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any

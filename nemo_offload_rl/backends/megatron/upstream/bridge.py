@@ -4,8 +4,6 @@ All bridges map the experts of Transformer Engine's grouped layers, but only som
 layers, which have one module for each expert. Qwen3-MoE's bridge lacks dense layers between layers with experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from fnmatch import fnmatch

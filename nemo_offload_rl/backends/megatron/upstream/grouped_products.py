@@ -6,8 +6,6 @@ Transformer Engine starts the products of `GroupedLinear` one by one, at about 6
 Shape suffixes: R rows (one for each token and expert), I input size, O output size, E experts of this rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

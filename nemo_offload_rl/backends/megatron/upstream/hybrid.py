@@ -7,8 +7,6 @@ Megatron-Bridge 0.6.2 leaves out of the settings.
 Shape suffixes: L tokens of B rows, H heads of size P.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, fields

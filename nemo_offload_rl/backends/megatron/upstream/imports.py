@@ -6,8 +6,6 @@ a placeholder is in `sys.modules` while that module's body runs. It is removed a
 that Transformer Engine is installed.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import logging

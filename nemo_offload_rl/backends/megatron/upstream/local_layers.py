@@ -4,8 +4,6 @@ Megatron-core has such layers for most families. This module adds norms for sequ
 are stored minus one, and attention whose values differ in size from its keys.
 """
 
-from __future__ import annotations
-
 from copy import copy
 from dataclasses import fields, replace
 from typing import Any, cast

@@ -6,8 +6,6 @@ cuDNN's deterministic backward pass writes a matrix for each head over the whole
 sequence is split over devices. Padded rows, other GPUs and passes without gradients are not affected.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import os

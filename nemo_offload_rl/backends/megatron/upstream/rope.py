@@ -4,8 +4,6 @@ Megatron-Bridge 0.6.2 silently drops some settings: Qwen's `linear`, the origina
 factor. Here transformers' own functions compute frequencies and factor, and Megatron-core only multiplies by positions.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from copy import deepcopy

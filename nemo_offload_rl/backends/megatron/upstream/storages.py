@@ -8,8 +8,6 @@ parameter into them. Meanwhile the GPU holds the gradients and two copies of the
 parameters wait in main memory, and the GPU holds only the buffers.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
