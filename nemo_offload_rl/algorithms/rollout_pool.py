@@ -15,12 +15,12 @@ The trainer's calls return or raise in the trainer's thread.
 
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, NoReturn, Protocol, cast
 
 from nemo_offload_rl.data.loader import LookaheadLoader, Place
 from nemo_offload_rl.errors import DeviceMemoryError, WorkerDiedError
+from nemo_offload_rl.utils.threads import in_thread
 
 ENGINE_ERRORS = (WorkerDiedError, DeviceMemoryError)
 
@@ -110,7 +110,6 @@ class RolloutPool[Item, Drawn]:
         self._changed = threading.Condition()  # guards what the parts' threads read and write
         self._is_closed = False
         self._most_at_once = most_at_once
-        self._threads = ThreadPoolExecutor(max_workers=most_at_once, thread_name_prefix="rollouts")
 
     @property
     def num_waiting(self) -> int:
@@ -171,10 +170,9 @@ class RolloutPool[Item, Drawn]:
             self._changed.wait_for(lambda: all(part.is_finished for part in self._parts))
 
     def close(self) -> None:
-        """Begin no more parts. Those in progress end with the engine."""
+        """Begin no more parts. Those in progress end with the engine, or with the process if a user's code hangs."""
         with self._changed:
             self._is_closed = True
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
     # -- inside
 
@@ -203,11 +201,13 @@ class RolloutPool[Item, Drawn]:
 
     def _begin_more(self) -> None:
         """Begin waiting parts while fewer than `most_at_once` are in progress; the caller holds the lock."""
+        if self._is_closed:
+            return
         in_progress = sum(part.has_begun and not part.is_finished for part in self._parts)
         waiting = [part for part in self._parts if not part.has_begun]
         for part in waiting[: self._most_at_once - in_progress]:
             part.has_begun = True
-            self._threads.submit(self._run, part)
+            in_thread(self._run, part)
 
     def _run(self, part: _Part[Item, Drawn]) -> None:
         drawn, error = None, None
@@ -217,8 +217,7 @@ class RolloutPool[Item, Drawn]:
             error = raised
         with self._changed:
             part.drawn, part.error, part.is_finished = drawn, error, True
-            if not self._is_closed:
-                self._begin_more()
+            self._begin_more()
             self._changed.notify_all()
 
 

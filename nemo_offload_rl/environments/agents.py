@@ -9,7 +9,6 @@ import inspect
 import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,6 +17,7 @@ from nemo_offload_rl.data.records import Answer, Message
 from nemo_offload_rl.environments.grading_pool import Failed, GradingPool, MadeOnce, TimedOut
 from nemo_offload_rl.environments.outcomes import OnError, Outcome, plain_score
 from nemo_offload_rl.targets import UserCode, told
+from nemo_offload_rl.utils.threads import in_thread
 
 _CHATTY = ("httpx", "httpx2")  # HTTP clients that write a line for every call
 _SLACK_S = 10.0  # extra time of a worker beyond the limit of its rollouts
@@ -68,24 +68,19 @@ class AgentRuns(MadeOnce):
         if not tasks:
             return []
         # In its own thread, because a notebook's main thread already runs an event loop.
-        with ThreadPoolExecutor(max_workers=1) as pool:
-            return pool.submit(asyncio.run, self._together(tasks)).result()
+        return in_thread(asyncio.run, self._together(tasks)).result()
 
     async def _together(self, tasks: Sequence[AgentTask]) -> list[Outcome]:
-        threads = ThreadPoolExecutor(max_workers=len(tasks), thread_name_prefix="agent")
-        try:
-            return list(await asyncio.gather(*(self._one(task, threads) for task in tasks)))
-        finally:
-            threads.shutdown(wait=False, cancel_futures=True)
+        return list(await asyncio.gather(*map(self._one, tasks)))
 
-    async def _one(self, task: AgentTask, threads: ThreadPoolExecutor) -> Outcome:
+    async def _one(self, task: AgentTask) -> Outcome:
         run = self.made().run
         try:
             async with asyncio.timeout(self.timeout_s) as limit:
                 if inspect.iscoroutinefunction(run):
                     value = await run(task)
                 else:
-                    value = await asyncio.get_running_loop().run_in_executor(threads, run, task)
+                    value = await asyncio.wrap_future(in_thread(run, task))
         except Exception as error:  # an agent may raise anything
             return TimedOut() if limit.expired() else Failed(told(error))
         try:

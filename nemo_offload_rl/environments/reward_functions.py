@@ -11,7 +11,6 @@ import asyncio
 import inspect
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +19,7 @@ from nemo_offload_rl.environments.interfaces import Response, Score, Unscored
 from nemo_offload_rl.environments.outcomes import FAILURES, NO_REWARD, Outcome, finite_number, loggable, plain_score
 from nemo_offload_rl.errors import UserCodeError, UserError
 from nemo_offload_rl.targets import UserCode
+from nemo_offload_rl.utils.threads import in_thread
 
 _GIVEN = ("prompt", "response", "answer")
 _OF_BATCH = ("prompts", "completions", "completion_ids")
@@ -103,8 +103,7 @@ class RewardFunctions:
             call.run()
         if awaited := [call for some in calls for call in some if call.part.is_async]:
             # In its own thread, because a notebook's main thread already runs an event loop.
-            with ThreadPoolExecutor(max_workers=1) as pool:
-                pool.submit(asyncio.run, _run_together(awaited, self.timeout_s)).result()
+            in_thread(asyncio.run, _run_together(awaited, self.timeout_s)).result()
         by_part = [[one for call in some for one in call.results()] for some in calls]
         return [self._sum(found) for found in zip(*by_part, strict=True)]
 
