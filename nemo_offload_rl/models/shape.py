@@ -44,7 +44,7 @@ class ModelShape:
         elif (head_dim := _size(config, "head_dim")) is None and hidden_size and num_heads:
             head_dim = hidden_size // num_heads
         return cls(
-            num_layers=_size(config, "num_hidden_layers"),
+            num_layers=_num_layers(config),
             hidden_size=hidden_size,
             num_heads=num_heads,
             num_kv_heads=_size(config, "num_key_value_heads") or num_heads,
@@ -61,6 +61,13 @@ def _size(config: Mapping[str, Any], name: str) -> int | None:
     """Return a size of the file; None unless it is a whole number (the model library refuses other values)."""
     value = config.get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _num_layers(config: Mapping[str, Any]) -> int | None:
+    """Return the number of layers; transformers writes only the kinds of a Nemotron-H's layers, one for each."""
+    kinds = config.get("layers_block_type")
+    written = _size(config, "num_hidden_layers")
+    return len(kinds) if written is None and isinstance(kinds, list) else written
 
 
 def _has_mixtures(config: Mapping[str, Any]) -> bool:

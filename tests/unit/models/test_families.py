@@ -239,4 +239,7 @@ def test_sizes_are_those_of_the_config_under_every_familys_names() -> None:
             ModelShape.of({"kv_lora_rank": 512, "hidden_size": 64, "num_attention_heads": 4, **sizes}).head_dim is None
         )
     assert ModelShape.of({"hidden_size": "64", "num_attention_heads": 4}).head_dim is None
+    hybrid = family_config("nemotron_h")  # transformers writes the kinds of its layers, not their number
+    assert "num_hidden_layers" not in hybrid.to_dict()
+    assert ModelShape.of(hybrid.to_dict()).num_layers == hybrid.num_hidden_layers
     assert not has_sliding_window({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4}, LONGEST)
