@@ -125,6 +125,8 @@ def vocab_of(shape: str) -> int:
 
 def grow_host_memory(num_bytes: int) -> None:
     """Touch as much host memory as the runs need: a virtual machine may grow on first touch, which is not measured."""
+    if not num_bytes:
+        return
     with mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         view = (ctypes.c_char * num_bytes).from_buffer(memory)
         base, piece = ctypes.addressof(view), 256 << 20

@@ -1,14 +1,16 @@
-"""Plans of measured runs next to what they took, as three tables for docs/measurements/plans.md, and plans of others.
+"""Plans of measured runs next to what they took, as four tables for docs/measurements/plans.md, and plans of others.
 
     python benchmarks/plan_table.py
+    python benchmarks/plan_table.py --micro-batches         # the fourth table alone
     python benchmarks/plan_table.py --ahead                 # the last table alone
 
 The first has the runs of `plan_runs.py`, with the policy's peaks in each phase as torch counts them. Every run of the
 second is a file of benchmarks/results that `large_model.py` or an earlier form of `grpo_vs_peers.py` wrote, whose GiB
 are those of all owners as the GPU driver counts them. Plans are for the mean length of the run's sequences; measured
 seconds are medians of the steps after the first, and GiB are those of the last step. The third has the seconds that
-`--fit` plans for its own choice. A last table, for docs/measurements/eight-gpus.md, has plans that were made before the
-runs; a run that was made has a file of benchmarks/results of its name. Needs no GPU.
+`--fit` plans for its own choice. The fourth has passes of `training_pace.py` with micro-batches of several
+sizes. A last table, for docs/measurements/eight-gpus.md, has plans that were made before the runs; a run that was made
+has a file of benchmarks/results of its name. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from common import GIB, ROOT
+from grpo_sides import MEGATRON
 from plan_runs import CASES as SHORT_RUNS
 from qwen3_shapes import write_config
 
@@ -314,6 +317,27 @@ def row_ahead(name: str, case: Case, folder: Path) -> list[str]:
     ]
 
 
+def micro_batch_rows(folder: Path) -> list[list[str]]:
+    """Cells of micro-batches of 0.6 B: ms of each, planned and measured, and the GPU's share of them."""
+    rows = []
+    for backend, kept in (("dtensor", ()), ("megatron", MEGATRON)):
+        read = read_result(f"micro_batches_{backend}")
+        length = int(read["command"].split("--length ")[1].split()[0])
+        for name, found in read["rows"][0]["passes"].items():
+            kind, size = name.removesuffix(" rows").split(", ")
+            sizes = [f"{key}={size}" for key in ("policy.train_micro_batch_size", "policy.logprob_batch_size")]
+            kept = (*kept, f"policy.max_total_sequence_length={length}", "policy.logprob_chunk_size=1024")
+            plan = plan_case(Case("0.6B", "grpo_gpu.yaml", overrides=(*kept, *sizes)), length, folder)
+            assert plan.seconds is not None
+            seconds = {str(stage): cost.total_s for stage, cost in plan.seconds.items()}
+            planned_ms = seconds[kind] / plan.account.cfg.policy.train_global_batch_size * int(size) * 1000
+            taken_ms, median_ms = found["fastest_ms"], found["micro_batch_ms"]
+            shares = (f"{found[key] * median_ms / taken_ms:.0%}" for key in ("busy", "mfu"))
+            change = f"{100 * (planned_ms / taken_ms - 1):+.0f} %"
+            rows.append([backend, kind, size, pair(planned_ms, taken_ms), change, *shares])
+    return rows
+
+
 def table(titles: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """A Markdown table."""
     lines = [titles, ["---"] * len(titles), *rows]
@@ -327,11 +351,20 @@ def print_ahead(folder: Path) -> None:
     print(table(titles, [row_ahead(name, case, folder / case.shape) for name, case in AHEAD.items()]))
 
 
+def print_micro_batches(folder: Path) -> None:
+    """Print the table of micro-batches."""
+    titles = ["backend", "pass", "rows", "a micro-batch, ms", "", "GPU busy", "MFU"]
+    print(table(titles, micro_batch_rows(folder)))
+
+
 def main() -> None:
     """Print the tables."""
     with tempfile.TemporaryDirectory() as folder:
         if "--ahead" in sys.argv:
             print_ahead(Path(folder))
+            return
+        if "--micro-batches" in sys.argv:
+            print_micro_batches(Path(folder))
             return
         titles = [
             "run",
@@ -352,6 +385,8 @@ def main() -> None:
         titles = ["run", "model", "measured, s", "planned, s", "of `--fit`, planned s", "fullest GPU, GiB", "changes"]
         rows = [fit_row(name, CASES[name], Path(folder) / CASES[name].shape) for name in FITTED]
         print(table(titles, rows), end="\n\n")
+        print_micro_batches(Path(folder))
+        print()
         print_ahead(Path(folder))
 
 

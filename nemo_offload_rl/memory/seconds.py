@@ -30,15 +30,16 @@ _ATTENTION_SHARE, _ATTENTION_BACKWARD = 0.5, 2.5
 # Small operations that the host launches for a layer: forward and backward pass.
 _DTENSOR_LAUNCHES, _MEGATRON_LAUNCHES = (200, 780), (500, 420)
 # The same of a rank that is alone and does without FSDP's work. Fitted to training passes of 0.6 B on two hosts whose
-# launches take 6.8 and 10.1 us (`grpo_bound_dtensor.json`, `grpo_vs_peers_slow_host.json`), with one factor for both
-# passes.
-_ALONE_LAUNCHES = (120, 470)
+# launches take 6.8 and 10.1 us (`grpo_bound_dtensor.json`, `grpo_vs_peers_slow_host.json`); the forward pass's share of
+# them to micro-batches of 8 rows in `micro_batches_dtensor.json`.
+_ALONE_LAUNCHES = (195, 395)
 # The same of layers that are not compiled, and how often they read and write their tensors more than compiled ones do.
 _EAGER_LAUNCHES, _EAGER_PASSES = (460, 840), (30, 60)
 # A layer of experts takes as many times more: router, sorting, exchange, grouped products.
 _EXPERT_LAYER_FACTOR = 2.2
-# Reads and writes of one position's logits in float32, in a forward pass.
-_LOGIT_PASSES = 8
+# Reads and writes of one position's logits in float32, in a forward pass; fitted to `micro_batches_dtensor.json` and
+# `micro_batches_megatron.json`.
+_DTENSOR_LOGIT_PASSES, _MEGATRON_LOGIT_PASSES = 6, 8
 # Bytes that a micro-batch reads and writes for each parameter in addition to activations: casts, gradients.
 _DTENSOR_BYTES = {"forward": 8, "training": 28}
 _MEGATRON_BYTES = {"forward": 2, "training": 14}
@@ -230,7 +231,8 @@ class _Step:
         all_weights_flops = 2.0 * sizes.num_active * tokens
         weight_flops = max(0.0, all_weights_flops - self._num_embeddings * head_flops)
         attention_flops = sizes.forward_flops([length] * num_rows) - all_weights_flops
-        logit_bytes = _LOGIT_PASSES * _LOGIT_BYTES * tokens * (shape.vocab_size or 0)
+        logit_passes = _MEGATRON_LOGIT_PASSES if self._on_megatron else _DTENSOR_LOGIT_PASSES
+        logit_bytes = logit_passes * _LOGIT_BYTES * tokens * (shape.vocab_size or 0)
         head_s = head_flops / flops_per_s + logit_bytes / rates.memory_bytes_per_s
         weights_s, attention_s = weight_flops / flops_per_s, attention_flops / (_ATTENTION_SHARE * rates.matrix_flops)
         forwards, backwards = (1.0 + self._recomputed, 1.0) if is_training else (1.0, 0.0)
