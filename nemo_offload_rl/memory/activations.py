@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import masking_utils
 
-from nemo_offload_rl.backends.dtensor.attention import PACKED, TAKES_BOUNDS, choose_attention
+from nemo_offload_rl.backends.dtensor.attention import CAUSAL, PACKED, TAKES_BOUNDS, choose_attention
 from nemo_offload_rl.backends.dtensor.experts import expert_modules
 from nemo_offload_rl.backends.dtensor.loading import build_causal_lm
 from nemo_offload_rl.backends.dtensor.lora import add_adapters
@@ -44,7 +44,8 @@ logger = logging.getLogger(__name__)
 _CHUNK = 64  # tokens of a chunk of gated delta rules
 _WORKING = 8  # float32 tensors of a delta rule without gradients: queries, keys and values, with decays, in chunks
 
-_FEW = 4  # longest sequences in a traced row of packed ones
+_WITHOUT_MASKS = (CAUSAL, PACKED)
+_TOKENS = 4097  # of a traced row where each token needs as much
 
 _FP32_BYTES = 4
 _ON_DEVICE = 4  # inputs of layers on the device if they are offloaded
@@ -52,11 +53,21 @@ _ON_DEVICE = 4  # inputs of layers on the device if they are offloaded
 
 @dataclass(frozen=True)
 class _Row:
-    """A traced row on one rank: its tokens, whether sequences are packed in it, and the ranks that share it."""
+    """A traced row on one rank.
+
+    Attributes:
+        num_tokens: Its tokens.
+        longest: Most tokens of a sequence.
+        is_packed: Sequences are packed in it.
+        num_sharing: Ranks that share it.
+        num_parts: Ranks that divide it between attention and MLP.
+    """
 
     num_tokens: int
+    longest: int
     is_packed: bool
-    num_sharing: int = 1
+    num_sharing: int
+    num_parts: int
 
 
 @dataclass(frozen=True)
@@ -212,11 +223,16 @@ def _row(settings: PolicySettings, *, is_training: bool) -> _Row:
     So it is no size of the model, which tells activations from gradients of parameters.
     """
     dtensor, longest = settings.dtensor_cfg, settings.max_total_sequence_length
-    packing, cp_size = settings.sequence_packing, dtensor.context_parallel_size
+    packing, num_tokens = settings.sequence_packing, longest
     if packing.enabled:
-        longest = max(longest, packing.train_mb_tokens if is_training else packing.logprob_mb_tokens)
-    num_tokens = _odd_multiple(longest // cp_size, dtensor.tensor_parallel_size)
-    return _Row(num_tokens, packing.enabled, num_sharing=cp_size)
+        num_tokens = max(longest, packing.train_mb_tokens if is_training else packing.logprob_mb_tokens)
+    return _Row(
+        _odd_multiple(num_tokens // dtensor.context_parallel_size, dtensor.tensor_parallel_size),
+        longest,
+        packing.enabled,
+        num_sharing=dtensor.context_parallel_size,
+        num_parts=dtensor.tensor_parallel_size if dtensor.sequence_parallel else 1,
+    )
 
 
 def _odd_multiple(num_tokens: int, divisor: int) -> int:
@@ -226,23 +242,25 @@ def _odd_multiple(num_tokens: int, divisor: int) -> int:
 def _traced(settings: PolicySettings, row: _Row, *, is_training: bool, in_place: bool) -> ModelMemory | None:
     """Trace the model, once in a process; None if its code does not run without data."""
     dtensor = settings.dtensor_cfg
-    model = _Model(
-        name=settings.model_name,
-        overrides=json.dumps(settings.hf_config_overrides, sort_keys=True, default=str),
-        dtype=COMPUTE_DTYPES[settings.precision],
-        tensor_size=dtensor.tensor_parallel_size,
-        expert_size=dtensor.expert_parallel_size,
-        splits_sequence=dtensor.sequence_parallel and dtensor.tensor_parallel_size > 1,
-        lora=dtensor.lora_cfg if dtensor.lora_cfg.enabled and is_training else None,
-        longest=settings.max_total_sequence_length,
-        is_packed=row.is_packed,
-    )
+    overrides = json.dumps(settings.hf_config_overrides, sort_keys=True, default=str)
+    dtype = COMPUTE_DTYPES[settings.precision]
     try:
-        if _built(model).config._attn_implementation == PACKED:
-            # Memory grows with the number of tokens, and the trace of a longer row of recurrent states takes longer.
-            most = _odd_multiple(_FEW * model.longest // row.num_sharing, model.tensor_size)
-            row = replace(row, num_tokens=min(row.num_tokens, most))
-        return _trace(model, row, is_compiled=dtensor.torch_compile, in_place=in_place)
+        model = _Model(
+            name=settings.model_name,
+            overrides=overrides,
+            attention=_attention(settings.model_name, overrides, dtype, row.longest, row.is_packed),
+            dtype=dtype,
+            tensor_size=dtensor.tensor_parallel_size,
+            expert_size=dtensor.expert_parallel_size,
+            lora=dtensor.lora_cfg if dtensor.lora_cfg.enabled and is_training else None,
+        )
+        if model.attention not in _WITHOUT_MASKS:
+            return _trace(model, row, is_compiled=dtensor.torch_compile, in_place=in_place)
+        # Memory grows with the number of tokens, so that one trace serves all lengths.
+        num_tokens = _odd_multiple(_TOKENS, model.tensor_size)
+        any_row = replace(row, num_tokens=num_tokens, longest=_TOKENS // 2, num_sharing=1)
+        traced = _trace(model, any_row, is_compiled=dtensor.torch_compile, in_place=in_place)
+        return replace(traced, num_sharing=row.num_sharing)
     except Exception:  # a family's code may fail in any way on tensors without data; the need is unknown then
         logger.debug("passes of %s cannot be traced", settings.model_name, exc_info=True)
         return None
@@ -254,24 +272,28 @@ class _Model:
 
     name: str
     overrides: str
+    attention: str
     dtype: torch.dtype
     tensor_size: int
     expert_size: int
-    splits_sequence: bool
     lora: DTensorLoraConfig | None
-    longest: int
-    is_packed: bool
+
+
+@lru_cache(maxsize=8)
+def _config(name: str, overrides: str) -> Any:
+    folder = local_folder(name)  # no hub is asked
+    return load_config(name if folder is None else str(folder), json.loads(overrides))
+
+
+@lru_cache(maxsize=256)
+def _attention(name: str, overrides: str, dtype: torch.dtype, longest: int, packs: bool) -> str:
+    return choose_attention(_config(name, overrides), torch.device("cuda"), dtype, longest=longest, packs=packs)
 
 
 @lru_cache(maxsize=32)
 def _built(model: _Model) -> Any:
     """Build a rank's part of a model without data, in the compute type."""
-    folder = local_folder(model.name)  # no hub is asked
-    config = load_config(model.name if folder is None else str(folder), json.loads(model.overrides))
-    attention = choose_attention(
-        config, torch.device("cuda"), model.dtype, longest=model.longest, packs=model.is_packed
-    )
-    causal_lm = build_causal_lm(config, attention)
+    causal_lm = build_causal_lm(_config(model.name, model.overrides), model.attention)
     without_kernels(causal_lm)  # which need values
     for module in causal_lm.modules():
         if (rule := getattr(module, "chunk_gated_delta_rule", None)) is not None:
@@ -346,12 +368,18 @@ def _delta_rule_bytes(rule: Callable[..., Any], num_chunks: int, num_heads: int,
 def _trace(model: _Model, row: _Row, *, is_compiled: bool, in_place: bool) -> ModelMemory:
     causal_lm = _built(model)
     layers = decoder_layers(causal_lm)
-    calls, outer_bytes = _layer_calls(causal_lm, layers, _model_inputs(causal_lm, row, model.longest), model)
+    calls, outer_bytes = _layer_calls(causal_lm, layers, _model_inputs(causal_lm, row), row, model.dtype)
     is_compiled = is_compiled and can_be_compiled(causal_lm)
+    kinds = [
+        repr(
+            (kind, [tuple(it.shape) if isinstance(it, Tensor) else it for it in tree_leaves((call.args, call.kwargs))])
+        )
+        for kind, call in zip(_kinds(model), calls, strict=True)
+    ]
     found: dict[str, LayerMemory] = {}
-    for call in calls:
-        if (kind := _kind(call)) not in found:
-            with _sequence_parts(call.layer, model.tensor_size if model.splits_sequence else 1):
+    for kind, call in zip(kinds, calls, strict=True):
+        if kind not in found:
+            with _sequence_parts(call.layer, row.num_parts):
                 found[kind] = trace_layer(call, is_compiled=is_compiled)
     given = (it for it in tree_leaves([(call.args, call.kwargs) for call in calls]) if isinstance(it, Tensor))
     shared = {it.untyped_storage()._cdata: it.untyped_storage() for it in given}
@@ -364,7 +392,8 @@ def _trace(model: _Model, row: _Row, *, is_compiled: bool, in_place: bool) -> Mo
     }
     # Passes that read a frozen model in place copy only the adapters.
     is_copied = (lambda it: model.lora is not None and it.requires_grad) if in_place else (lambda it: True)
-    of_layers = [[it.nbytes for it in layer.parameters() if is_copied(it)] for layer in layers]
+    one_of_each = dict(zip(kinds, layers, strict=True)).values()
+    of_layers = [[it.nbytes for it in layer.parameters() if is_copied(it)] for layer in one_of_each]
     of_root = [size for it, size in root.items() if is_copied(it)]
     return ModelMemory(
         num_tokens=row.num_tokens,
@@ -372,7 +401,7 @@ def _trace(model: _Model, row: _Row, *, is_compiled: bool, in_place: bool) -> Mo
         hidden_bytes=calls[0].hidden.nbytes,
         outer_bytes=outer_bytes,
         shared_bytes=sum(it.nbytes() for it in shared.values()),
-        layers=[found[_kind(call)] for call in calls],
+        layers=[found[kind] for kind in kinds],
         layer_bytes=max(map(sum, of_layers)),
         layer_cast_bytes=max((size for sizes in of_layers for size in sizes), default=0),
         root_bytes=sum(of_root),
@@ -383,8 +412,8 @@ def _trace(model: _Model, row: _Row, *, is_compiled: bool, in_place: bool) -> Mo
     )
 
 
-def _model_inputs(causal_lm: Any, row: _Row, longest: int) -> dict[str, Any]:
-    shape = 1, row.num_tokens
+def _model_inputs(causal_lm: Any, row: _Row) -> dict[str, Any]:
+    shape, longest = (1, row.num_tokens), row.longest
     inputs: dict[str, Any] = {"input_ids": torch.zeros(shape, dtype=torch.int64, device="meta"), "use_cache": False}
     if row.is_packed:
         inputs["position_ids"] = torch.zeros(1, row.num_tokens, dtype=torch.int64, device="meta")
@@ -399,16 +428,16 @@ def _model_inputs(causal_lm: Any, row: _Row, longest: int) -> dict[str, Any]:
 
 
 def _layer_calls(
-    causal_lm: Any, layers: nn.ModuleList, inputs: Mapping[str, Any], model: _Model
+    causal_lm: Any, layers: nn.ModuleList, inputs: Mapping[str, Any], row: _Row, dtype: torch.dtype
 ) -> tuple[list[LayerCall], int]:
     """Run the model without its layers; return their calls, and the bytes that stay for the backward pass."""
     calls: list[LayerCall] = []
 
     def recorded(layer: nn.Module) -> Any:
         def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            args, kwargs = cast_inputs((args, kwargs), model.dtype)
-            mine = hidden.shape[1] // (model.tensor_size if model.splits_sequence else 1)
-            calls.append(LayerCall(layer, hidden.detach()[:, :mine].clone(), args, kwargs))
+            args, kwargs = cast_inputs((args, kwargs), dtype)
+            mine = hidden.detach()[:, : hidden.shape[1] // row.num_parts].clone()
+            calls.append(LayerCall(layer, mine, args, kwargs))
             return hidden
 
         return forward
@@ -417,7 +446,7 @@ def _layer_calls(
     for layer in layers:
         layer.forward = recorded(layer)
     try:
-        with _masks_without_values(is_packed=model.is_packed):
+        with _masks_without_values(is_packed=row.is_packed):
             outer_bytes = live_bytes(lambda: causal_lm.base_model(**inputs), causal_lm)
     finally:
         for layer, forward in zip(layers, own, strict=True):
@@ -460,12 +489,16 @@ def _sequence_parts(layer: nn.Module, num_parts: int) -> Iterator[None]:
             hook.remove()
 
 
-def _kind(call: LayerCall) -> str:
-    """Describe a call so that equal descriptions mean equal memory."""
-    of_layer = [(name, tuple(it.shape), it.requires_grad) for name, it in call.layer.named_parameters()]
-    others = [tuple(it.shape) if isinstance(it, Tensor) else it for it in tree_leaves((call.args, call.kwargs))]
-    windows = [getattr(part, "sliding_window", None) for part in call.layer.modules()]
-    return repr((type(call.layer), of_layer, others, windows))
+@lru_cache(maxsize=32)
+def _kinds(model: _Model) -> tuple[str, ...]:
+    """Describe each layer so that equal descriptions mean equal memory for equal arguments."""
+
+    def described(layer: nn.Module) -> str:
+        of_layer = [(name, tuple(it.shape), it.requires_grad) for name, it in layer.named_parameters()]
+        windows = [getattr(part, "sliding_window", None) for part in layer.modules()]
+        return repr((type(layer), of_layer, windows))
+
+    return tuple(map(described, decoder_layers(_built(model))))
 
 
 def _split(causal_lm: Any, tensor_size: int) -> None:
