@@ -6,7 +6,7 @@ an MLP or experts. Dense layers of a mixture count like those with experts. The 
 such as copies of tokens for experts, are read off measured passes of four shapes (benchmarks/results/pass_memory.json;
 tests/unit/memory/test_passes.py compares all).
 
-Not counted: 8-bit products, adapters, uneven experts.
+Not counted: 8-bit products, adapters, uneven experts. Layers with a state along the row have no formula.
 """
 
 from __future__ import annotations
@@ -18,13 +18,21 @@ from typing import Any
 from nemo_offload_rl.backends.hf.model_folder import local_config
 from nemo_offload_rl.keys.megatron import MegatronConfig
 from nemo_offload_rl.keys.worker import PolicySettings
+from nemo_offload_rl.models.families import state_mixer
 from nemo_offload_rl.models.shape import ModelShape
 from nemo_offload_rl.protocols.backend import COMPUTE_DTYPES
 from nemo_offload_rl.residency import PassNeed
 
 _FP32_BYTES = 4
 _SPARE = 1.5  # of host buffers, which are in sizes that serve tensors of several lengths
-_WITH_QUERY_NORMS = ("qwen3", "gemma3", "olmo2")  # beginnings of model types; others have the key `use_qk_norm`
+_WITH_QUERY_NORMS = (
+    "qwen3",
+    "gemma3",
+    "olmo2",
+    "olmoe",
+    "exaone_moe",
+    "hy_v3",
+)  # beginnings of model types; others have the key `use_qk_norm`
 
 
 @dataclass(frozen=True)
@@ -227,7 +235,7 @@ def _formulas_apply(settings: PolicySettings) -> MegatronConfig | None:
 
 def _model(settings: PolicySettings, megatron: MegatronConfig) -> _Model | None:
     config = local_config(settings.model_name, settings.hf_config_overrides)
-    if config is None:
+    if config is None or state_mixer(config) is not None:  # layers with states have no formula
         return None
     shape, size = ModelShape.of(config), COMPUTE_DTYPES[settings.precision].itemsize
     if not (shape.num_layers and shape.hidden_size and shape.num_heads and shape.num_kv_heads and shape.head_dim):
