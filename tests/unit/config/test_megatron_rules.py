@@ -222,10 +222,10 @@ BROKEN: dict[str, list[tuple[list[str], str, dict[str, Any] | None]]] = {
         ([f"{KEY}.sequence_parallel=true"], "tensor_model_parallel_size is 1", None)
     ],
     "megatron_lengths_can_be_split": [
-        ([f"{KEY}.context_parallel_size=2", TWO_WORKERS], "into 4 equal pieces", None),
+        ([f"{KEY}.context_parallel_size=2", TWO_WORKERS], "into 4 equal pieces, for context_parallel_size 2;", None),
         (
             [f"{KEY}.tensor_model_parallel_size=2", f"{KEY}.sequence_parallel=true", TWO_WORKERS],
-            "into 2 equal pieces",
+            "into 2 equal pieces, for sequence_parallel over tensor_model_parallel_size 2;",
             None,
         ),
     ],

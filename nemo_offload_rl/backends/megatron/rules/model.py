@@ -228,9 +228,12 @@ def megatron_lengths_can_be_split(cfg: PolicyRun, megatron: MegatronConfig) -> s
         megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1
     )
     if multiple % pieces:
+        cutting = [f"context_parallel_size {context}"] if context > 1 else []
+        if megatron.sequence_parallel:
+            cutting.append(f"sequence_parallel over tensor_model_parallel_size {megatron.tensor_model_parallel_size}")
         return (
-            f"policy.make_sequence_length_divisible_by is {multiple}, but sequence_parallel and context_parallel_size "
-            f"{context} cut rows into {pieces} equal pieces; set it to {pieces}"
+            f"policy.make_sequence_length_divisible_by is {multiple}, but rows are cut into {pieces} equal pieces, for "
+            f"{' and '.join(cutting)}; set it to {pieces}"
         )
     return None
 
