@@ -198,10 +198,10 @@ class Account:
 
     @cached_property
     def _elements(self) -> ModelElements:
-        return ModelElements.of(self.num_parameters or 0, self.sizes, self._config, self.cfg.policy)
+        return ModelElements.of(self.num_parameters or 0, self.sizes, self.config, self.cfg.policy)
 
     @cached_property
-    def _config(self) -> Mapping[str, object]:
+    def config(self) -> Mapping[str, object]:
         """Contents of the model's config.json, with sizes that it leaves to the library; empty if it is unknown."""
         policy, config = self.cfg.policy, local_model_config(self.cfg)
         if config is None:
@@ -218,7 +218,7 @@ class Account:
     def _groups_by_stage(self) -> tuple[Mapping[str, int], ...]:
         """Bytes of the state groups of a worker of each pipeline stage."""
         policy, on_gpu = self.cfg.policy, self.cfg.cluster.gpus_per_node > 0
-        return tuple(group_bytes(policy, held, self._config, on_gpu=on_gpu) for held in self._stages_hold)
+        return tuple(group_bytes(policy, held, self.config, on_gpu=on_gpu) for held in self._stages_hold)
 
     @cached_property
     def groups(self) -> Mapping[str, int]:
@@ -560,7 +560,7 @@ class Account:
     @cached_property
     def shape(self) -> ModelShape:
         """Sizes of the model's layers, as far as its config.json has them."""
-        return ModelShape.of(self._config)
+        return ModelShape.of(self.config)
 
     @property
     def ties_embeddings(self) -> bool:

@@ -20,6 +20,7 @@ from nemo_offload_rl.memory.gpus import GpuRates
 from nemo_offload_rl.memory.megatron_activations import offloaded_bytes_per_token
 from nemo_offload_rl.memory.stages import Stage
 from nemo_offload_rl.memory.transfers import Copies, copies_of_step
+from nemo_offload_rl.models.families import attention_softcap, has_attention_sinks, has_sliding_window
 from nemo_offload_rl.residency import BASE, PARAMS_PART, Phase
 from nemo_offload_rl.utils.flops import ModelSizes
 
@@ -37,6 +38,9 @@ _ALONE_LAUNCHES = (195, 395)
 _EAGER_LAUNCHES, _EAGER_PASSES = (460, 840), (30, 60)
 # A layer of experts takes as many times more: router, sorting, exchange, grouped products.
 _EXPERT_LAYER_FACTOR = 2.2
+# Bytes that eager attention with soft-caps reads and writes for each score, by its operations in transformers: forward
+# and backward pass.
+_CAPPED_BYTES = (38, 48)
 # Reads and writes of one position's logits in float32, in a forward pass; fitted to `micro_batches_dtensor.json` and
 # `micro_batches_megatron.json`.
 _DTENSOR_LOGIT_PASSES, _MEGATRON_LOGIT_PASSES = 6, 8
@@ -218,10 +222,14 @@ class _Step:
         whole, rest = divmod(num_rows, rows_at_once)
         # The first micro-batch goes through all stages of a pipeline before the last stage has work.
         whole += self._backend.model_parallel.pipeline - 1
-        seconds = whole * self._pass_s(rows_at_once, is_training=is_training, sizes=sizes)
-        return seconds + (self._pass_s(rest, is_training=is_training, sizes=sizes) if rest else 0.0)
+        is_packed = self._cfg.policy.sequence_packing.enabled
 
-    def _pass_s(self, num_rows: int, *, is_training: bool, sizes: ModelSizes) -> float:
+        def pass_s(rows: int) -> float:
+            return self._pass_s(rows, rows * length if is_packed else length, is_training=is_training, sizes=sizes)
+
+        return whole * pass_s(rows_at_once) + (pass_s(rest) if rest else 0.0)
+
+    def _pass_s(self, num_rows: int, row_tokens: int, *, is_training: bool, sizes: ModelSizes) -> float:
         """Seconds of a micro-batch: of the GPU, or of the host that launches its kernels, whichever is slower."""
         rates, length, shape = self._rates, self._work.length, self._account.shape
         tokens = num_rows * length
@@ -238,7 +246,7 @@ class _Step:
         forwards, backwards = (1.0 + self._recomputed, 1.0) if is_training else (1.0, 0.0)
         # Frozen weights need no gradients.
         weights_s *= forwards + backwards * (1.0 if self._account.has_adapters else 2.0)
-        attention_s *= forwards + backwards * _ATTENTION_BACKWARD
+        attention_s *= (forwards + backwards * _ATTENTION_BACKWARD) * self._masked_share(length, row_tokens)
         compute_s = (weights_s + attention_s + (3 if is_training else 1) * head_s) / self._ranks_per_copy
         bytes_each = (_MEGATRON_BYTES if self._on_megatron else _DTENSOR_BYTES)[
             "training" if is_training else "forward"
@@ -250,6 +258,10 @@ class _Step:
         launch_s = layers * (forwards * of_forward + backwards * of_backward) * rates.launch_s
         if shape.num_experts:
             launch_s *= _EXPERT_LAYER_FACTOR
+        if self._has_capped_scores:
+            scores = tokens * row_tokens * (shape.num_heads or 0) * layers / self._ranks_per_copy
+            of_scores = forwards * _CAPPED_BYTES[0] + backwards * _CAPPED_BYTES[1]
+            moved_s += of_scores * scores / rates.memory_bytes_per_s
         if self._is_eager:
             eager_bytes = _BF16_BYTES * tokens * layers * self._layer_width / self._ranks_per_copy
             times = forwards * _EAGER_PASSES[0] + backwards * _EAGER_PASSES[1]
@@ -262,6 +274,19 @@ class _Step:
         """Tell whether DTensor's layers are not compiled; those of experts never are and have their own factor."""
         backend = self._backend
         return isinstance(backend, DTensorConfig) and not (backend.torch_compile or self._account.shape.num_experts)
+
+    @property
+    def _has_capped_scores(self) -> bool:
+        """Tell whether DTensor's attention writes all scores, which a soft-cap changes."""
+        return not self._on_megatron and attention_softcap(self._account.config) is not None
+
+    def _masked_share(self, length: int, row_tokens: int) -> float:
+        """Return how many times causal attention's products are computed: of whole rows, where masks hide some."""
+        config, longest = self._account.config, self._cfg.policy.max_total_sequence_length
+        has_masks = self._has_capped_scores or has_sliding_window(config, longest)
+        if self._on_megatron or not has_masks or has_attention_sinks(config):
+            return 1.0
+        return 2 * row_tokens / length
 
     @property
     def _launches(self) -> tuple[int, int]:

@@ -41,6 +41,7 @@ from nemo_offload_rl.runs.planned import adapters_line, chosen_kv_line, planned_
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import plan_table  # noqa: E402
+from hybrid_shapes import HYBRID_SHAPES  # noqa: E402
 
 GIB = 2**30
 H200_GIB, HOST_GIB = 139.8, 125.87
@@ -564,6 +565,46 @@ def test_passes_with_masks_grow_with_the_square_of_the_rows(family, is_packed, t
         needs.append({use.phase: use.pass_bytes for use in plan.phases})
     for phase in (Phase.TRAINING, Phase.LP_INFERENCE):
         assert needs[0][phase] and needs[1][phase] > 5 * needs[0][phase]  # of four times the tokens
+
+
+GEMMA2_2B = {
+    "model_type": "gemma2",
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "vocab_size": 256000,
+    "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0,
+}
+
+
+def test_scores_with_caps_cost_seconds_that_grow_with_packed_rows(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA2_2B))
+    overrides = [f"policy.model_name={tmp_path}", f"{DTENSOR}.torch_compile=false"]
+    short, long = (
+        plan_run(
+            ROOT / "examples" / "configs" / "sft.yaml",
+            [*overrides, f"policy.sequence_packing.train_mb_tokens={tokens}"],
+            Target(KNOWN["H200"]),
+        )[0]
+        for tokens in (8192, 32768)
+    )
+    assert short.step_s and long.step_s
+    assert long.step_s > 1.5 * short.step_s
+
+
+@pytest.mark.parametrize(("shape", "is_known"), [("moonlight-12-layers", True), ("qwen3.5-4B", False)])
+def test_megatron_s_passes_are_known_with_latent_attention_and_unknown_with_states(shape, is_known, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(HYBRID_SHAPES[shape]))
+    overrides = [f"policy.model_name={tmp_path}", "policy.megatron_cfg.apply_rope_fusion=false"]
+    file = ROOT / "examples" / "configs" / "grpo_math_1B_megatron.yaml"
+    plan, _ = plan_run(file, overrides, Target(KNOWN["H200"]))
+    assert plan.counts_passes == is_known
+    training = next(use for use in plan.phases if use.phase is Phase.TRAINING)
+    assert bool(training.pass_bytes) == is_known
 
 
 LONG_ROWS = [
