@@ -11,13 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from nemo_offload_rl.distributed.prepared import IMPORT_ENGINE
 from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster
 from nemo_offload_rl.distributed.worker_group import RayWorkerGroup, WorkerSpec
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.generation.served_rollouts import ServedCall
 from nemo_offload_rl.generation.vllm.async_engine import AsyncVllmEngine
 from nemo_offload_rl.generation.vllm.engine import VllmEngine
-from nemo_offload_rl.generation.vllm.engine_args import vllm_env
+from nemo_offload_rl.generation.vllm.engine_args import engine_env
 from nemo_offload_rl.keys.engine import VllmSettings
 from nemo_offload_rl.keys.generation import SamplingSettings, engine_devices_problem
 from nemo_offload_rl.protocols.engine import Completion, Finished
@@ -27,7 +28,6 @@ _MAX_REQUESTS_IN_FLIGHT = 256
 _KEPT_FREE = 64  # requests in flight that are left to calls other than generation
 _WAIT_S = 2.0
 _CALLS_AHEAD = 2
-_IMPORT = "nemo_offload_rl.generation.vllm.base:import_engine"
 
 
 class RayGenerationEngine:
@@ -57,13 +57,12 @@ class RayGenerationEngine:
         num_engines = cluster.world_size // tp_size
         if problem := engine_devices_problem(tp_size, cluster.settings.workers_per_node):
             raise ConfigError(problem)
-        deep_gemm = settings.use_deep_gemm if settings.is_quantized else None
         kind = AsyncVllmEngine if settings.async_engine else VllmEngine
         spec = WorkerSpec(
             name="vllm",
             factory=f"{kind.__module__}:{kind.__name__}",
             per_rank_kwargs=[{"settings": _of_engine(settings, i)} for i in range(num_engines)],
-            env_vars={**vllm_env(device_type, deep_gemm), "RANK": "0", "WORLD_SIZE": "1", **(env_vars or {})},
+            env_vars={**engine_env(settings, device_type), "RANK": "0", "WORLD_SIZE": "1", **(env_vars or {})},
             num_workers=num_engines,
             slots_per_worker=tp_size,
             max_concurrency=_MAX_REQUESTS_IN_FLIGHT if settings.async_engine else 1,
@@ -72,7 +71,7 @@ class RayGenerationEngine:
         self._spec = spec
         self._group = RayWorkerGroup(cluster, spec, builds=begins)
         # Waited for before `build`: an asynchronous engine runs calls in threads, and no two may import vLLM together.
-        self._import = None if begins else self._group.start_before_build(_IMPORT)
+        self._import = None if begins else self._group.start_before_build(IMPORT_ENGINE)
         self._tp_size = tp_size
         self._turn = itertools.cycle(range(num_engines))
         self._loads = EngineLoads(num_engines)

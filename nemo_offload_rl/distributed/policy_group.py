@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
+from nemo_offload_rl.distributed.prepared import IMPORT_BACKEND
 from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster
 from nemo_offload_rl.distributed.worker_group import RayWorkerGroup, WorkerSpec
 from nemo_offload_rl.keys.worker import PolicySettings, TeacherSettings
-from nemo_offload_rl.policy.early_start import compiles_layers
+from nemo_offload_rl.policy.early_start import MOST_BYTES, compiles_layers
 from nemo_offload_rl.policy.policy import Policy
+from nemo_offload_rl.policy.process import policy_env_vars
 from nemo_offload_rl.protocols.backend import ProcessInfo
 
 # The driver's time limit is shorter than torch's, so that the stacks of hanging processes can still be logged.
@@ -66,39 +66,22 @@ def start_policy(
     spec = WorkerSpec(
         name="policy",
         factory="nemo_offload_rl.policy.worker:PolicyWorker",
-        libraries="nemo_offload_rl.backends.factory:import_backend",
         kwargs={"settings": settings, "keep_reference": keep_reference, "teacher": teacher},
         per_rank_kwargs=[{"process": process} for process in processes],
         env_vars=policy_env_vars(settings, None if on_gpu else cluster.settings.workers_per_node),
     )
     group = RayWorkerGroup(cluster, spec, builds=engine is None)
     if engine is not None:
-        compile_early = partial(group.start_before_build, f"{_EARLY}:compile_early")
         is_compiled = compiles_layers(settings, processes[0])
-        if engine.begin is None:
-            if is_compiled:
-                compile_early()
-        else:
-            held_bytes = min(group.start_before_build(f"{_EARLY}:hold_memory")()) if is_compiled else 0
-            if held_bytes:
-                compile_early(most_bytes=held_bytes)
+        # Before the imports, since an engine on the same devices waits for it.
+        held = (
+            group.start_before_build(f"{_EARLY}:hold_memory") if is_compiled and engine.begin else lambda: [MOST_BYTES]
+        )
+        group.start_before_build(IMPORT_BACKEND)
+        if is_compiled and (most_bytes := min(held())):
+            group.start_before_build(f"{_EARLY}:compile_early", most_bytes=most_bytes)
+        if engine.begin is not None:
             engine.begin()
         engine.wait()
         group.build()
     return Policy(group, settings, teacher)
-
-
-def policy_env_vars(settings: PolicySettings, cpu_workers_per_node: int | None) -> dict[str, str]:
-    """Environment variables of a policy worker, set before any import.
-
-    Args:
-        settings: The policy's settings.
-        cpu_workers_per_node: Workers that share a host's CPUs; None for workers on GPUs.
-    """
-    env_vars: dict[str, str] = {}
-    if cpu_workers_per_node is not None:
-        # Ray gives a worker one thread for its share of a CPU, but the engine is idle while the policy computes.
-        # Threads that spin while waiting make a step up to ten times slower as soon as another process needs a core.
-        threads = max(1, (os.cpu_count() or 1) // cpu_workers_per_node)
-        env_vars |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
-    return {**env_vars, **settings.backend.worker_env_vars}

@@ -23,6 +23,7 @@ import psutil
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.run import ClusterConfig
+from nemo_offload_rl.utils.gpu_memory import read_gpus
 from nemo_offload_rl.utils.sockets import short_folder
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ HAS_LOST_RAY = threading.Event()
 
 CPU_OBJECT_STORE_BYTES = 256 * 2**20
 TOKEN_FILE = Path(".ray/auth_token")  # below the home folder
+_CORES_FOR_RAY = 3  # the driver has one
 _GPU_SHARED_BYTES = 2**30  # for Ray's object store, NCCL and vLLM; docker gives 64 MiB
 _LEAST_FILES = 4096
 _LEAST_PROCESSES = 1024
@@ -53,6 +55,20 @@ def check_start(settings: ClusterConfig, num_more: int = 0) -> None:
     refuse_lost_ray()
     if "ray" not in sys.modules or not sys.modules["ray"].is_initialized():
         check_environment(settings, num_more=num_more)
+
+
+def can_prepare(settings: ClusterConfig, count: int) -> bool:
+    """Tell whether `count` processes can import before Ray starts, and become its workers.
+
+    They need a core each, or driver and Ray would start later. Ray must start here, and choose neither the command of
+    workers nor their GPU: which GPUs a process sees cannot be changed once a library has looked.
+    """
+    if len(os.sched_getaffinity(0)) < count + _CORES_FOR_RAY:
+        return False
+    joins = cluster_address() is not None or ("ray" in sys.modules and sys.modules["ray"].is_initialized())
+    if joins or settings.num_nodes > 1 or "RAY_RUNTIME_ENV_HOOK" in os.environ:
+        return False
+    return settings.device_type == "cpu" or len(read_gpus()) == 1
 
 
 def refuse_lost_ray() -> None:

@@ -39,6 +39,7 @@ from nemo_offload_rl.distributed.preflight import (
     refuse_lost_ray,
     resource_names,
 )
+from nemo_offload_rl.distributed.prepared import PreparedWorkers
 from nemo_offload_rl.distributed.ray_start import Daemons, start_ray
 from nemo_offload_rl.distributed.watch import Workers
 from nemo_offload_rl.errors import ConfigError, UserError, WorkerDiedError
@@ -68,6 +69,7 @@ class VirtualCluster:
         settings: The numbers of devices and hosts.
         num_colocated_groups: Number of worker groups that share each slot.
         started: Ray's processes that this process has started; None if it has joined a cluster.
+        prepared: Processes that become workers; None if there are none.
 
     Attributes:
         daemons: Ray's processes that the run needs.
@@ -77,9 +79,14 @@ class VirtualCluster:
     """
 
     def __init__(
-        self, settings: ClusterConfig, num_colocated_groups: int = 2, started: list[psutil.Process] | None = None
+        self,
+        settings: ClusterConfig,
+        num_colocated_groups: int = 2,
+        started: list[psutil.Process] | None = None,
+        prepared: PreparedWorkers | None = None,
     ) -> None:
         self.settings = settings
+        self._prepared = prepared
         self._num_colocated_groups = num_colocated_groups
         self._groups: list[Group] = []
         self._others: list[VirtualCluster] = []
@@ -102,8 +109,13 @@ class VirtualCluster:
         """Return the position of a slot on its host."""
         return slot % self.settings.workers_per_node
 
-    def actor_options(self, slot: int, env_vars: dict[str, str], num_slots: int = 1) -> dict[str, Any]:
-        """Return Ray options of a worker, which sees only the GPUs of its `num_slots` slots, from `cuda:0` on."""
+    def actor_options(
+        self, slot: int, env_vars: dict[str, str], num_slots: int = 1, group: str | None = None
+    ) -> dict[str, Any]:
+        """Return Ray options of a worker, which sees only the GPUs of its `num_slots` slots, from `cuda:0` on.
+
+        With the name of its group, a prepared process becomes the worker if there is one.
+        """
         if num_slots > 1 and self.settings.device_type == "cuda":
             # Ray would show the worker only the GPU of its first bundle.
             env_vars = {
@@ -118,6 +130,8 @@ class VirtualCluster:
             ),
             "runtime_env": {"env_vars": {**self.settings.compile_cache_env, **env_vars}},
         }
+        if self._prepared is not None and group is not None:
+            options["runtime_env"]["py_executable"] = self._prepared.executable(group)
         if self.settings.device_type == "cuda":
             options["num_gpus"] = 1.0 / self._num_colocated_groups
         return options
@@ -161,7 +175,7 @@ class VirtualCluster:
 
     def reserve_more(self, settings: ClusterConfig) -> VirtualCluster:
         """Reserve further slots of the same Ray cluster, each for one worker group; they end with this cluster."""
-        other = VirtualCluster(settings, num_colocated_groups=1)
+        other = VirtualCluster(settings, num_colocated_groups=1, prepared=self._prepared)
         other._run_groups, other.daemons = self._run_groups, self.daemons
         self._others.append(other)
         return other
@@ -177,7 +191,11 @@ class VirtualCluster:
 
 @contextmanager
 def cluster_session(
-    settings: ClusterConfig, *, num_colocated_groups: int = 2, log_to_driver: bool = False
+    settings: ClusterConfig,
+    *,
+    num_colocated_groups: int = 2,
+    log_to_driver: bool = False,
+    prepared: PreparedWorkers | None = None,
 ) -> Iterator[VirtualCluster]:
     """Open a cluster for the `with` block; afterwards no worker is left, whatever happened inside.
 
@@ -189,6 +207,7 @@ def cluster_session(
         settings: The numbers of devices and hosts.
         num_colocated_groups: Number of worker groups that share each device.
         log_to_driver: Show the workers' output in this process; Ray's session folder has it in any case.
+        prepared: Processes of this host that become workers; None if there are none.
 
     Raises:
         ConfigError: The cluster has fewer devices than requested, or the environment asks for expandable segments.
@@ -206,7 +225,7 @@ def cluster_session(
                 started = start_ray(settings, log_to_driver)
         # After ray.init, which installs a handler that aborts the driver.
         with _signals_as_exit():
-            cluster = VirtualCluster(settings, num_colocated_groups, started)
+            cluster = VirtualCluster(settings, num_colocated_groups, started, prepared)
             yield cluster
     finally:
         # Cleaning up takes seconds; a second Ctrl-C would leave workers behind.

@@ -53,8 +53,6 @@ class WorkerSpec:
     Attributes:
         name: Name in messages, such as "policy" or "vllm".
         factory: `"package.module:Class"`, imported in the worker's process.
-        libraries: `"package.module:function"`, called with the worker's arguments as soon as the process runs, to
-            import modules of the class before `build`. Its errors are dropped, since `build` raises them again.
         kwargs: Arguments of the class, the same for every rank.
         per_rank_kwargs: More arguments, by rank; empty for none.
         env_vars: Variables set in the worker's process before any import; they override the rendezvous variables.
@@ -65,7 +63,6 @@ class WorkerSpec:
 
     name: str
     factory: str
-    libraries: str | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     per_rank_kwargs: Sequence[Mapping[str, Any]] = ()
     env_vars: Mapping[str, str] = field(default_factory=dict)
@@ -117,12 +114,10 @@ class RayWorkerGroup:
                 "MASTER_PORT": str(port),
                 **spec.env_vars,
             }
-            options = cluster.actor_options(rank * span, env_vars, num_slots=span)
+            options = cluster.actor_options(rank * span, env_vars, num_slots=span, group=spec.name)
             options["max_concurrency"] = spec.max_concurrency
             self._actors.append(WorkerActor.options(**options).remote())
         self._location_refs = [actor.location.remote() for actor in self._actors]
-        if spec.libraries is not None:
-            self.start_before_build(spec.libraries)
         self._raised: list[BaseException] = []
         self._shown: dict[int, object] = {}  # of dead workers' processes, by the call that showed the last words
         # A call that was interrupted, or failed on some ranks only, may still run on others.

@@ -1,4 +1,4 @@
-"""Set-up of a worker's process: deterministic kernels, a record of memory, and clean-up of failed constructors."""
+"""Set-up of a worker's process: environment, deterministic kernels, a record of memory, clean-up of constructors."""
 
 import logging
 import os
@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+
+from nemo_offload_rl.keys.worker import PolicySettings
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +46,22 @@ def record_memory_history(folder: str | None, device: torch.device, rank: int) -
         logger.error("out of memory on cuda:%d: snapshot written to %s", device, target)
 
     torch._C._cuda_attach_out_of_memory_observer(on_out_of_memory)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def policy_env_vars(settings: PolicySettings, cpu_workers_per_node: int | None) -> dict[str, str]:
+    """Environment variables of a policy worker, set before any import.
+
+    Args:
+        settings: The policy's settings.
+        cpu_workers_per_node: Workers that share a host's CPUs; None for workers on GPUs.
+    """
+    env_vars: dict[str, str] = {}
+    if cpu_workers_per_node is not None:
+        # Ray gives a worker one thread for its share of a CPU, but the engine is idle while the policy computes.
+        # Threads that spin while waiting make a step up to ten times slower as soon as another process needs a core.
+        threads = max(1, (os.cpu_count() or 1) // cpu_workers_per_node)
+        env_vars |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    return {**env_vars, **settings.backend.worker_env_vars}
 
 
 class Closes(Protocol):

@@ -33,7 +33,7 @@ from nemo_offload_rl.runs.checks import begin, check_data_sets, check_profile_st
 from nemo_offload_rl.runs.environments import load_code, open_environments
 from nemo_offload_rl.runs.planned import adapters_line, chosen_kv_line, planned_metrics, with_adapters, with_chosen_kv
 from nemo_offload_rl.runs.result import RunResult, data_line, result_of, show_beginning
-from nemo_offload_rl.runs.workers import GrpoWorkers, grpo_workers, num_engine_devices
+from nemo_offload_rl.runs.workers import GrpoWorkers, grpo_workers, num_engine_devices, prepared_workers
 from nemo_offload_rl.utils.flops import read_model_speed
 from nemo_offload_rl.utils.garbage import frozen_objects
 from nemo_offload_rl.utils.gpu_memory import first_gpu_name
@@ -148,31 +148,32 @@ def open_run(
     """
     given = given or GivenObjects()
     code = load_code(config.env, given.environments, has_endpoint=config.engine.endpoint is not None)
-    check_model(config.worker)
-    config = with_adapters(with_chosen_kv(config))
-    name, section = config.algorithm
-    tokenizer = load_tokenizer(config.policy.tokenizer)
-    data = with_given_rows(config.data, given.train_data, given.validation_data)
-    prompts = load_prompts(data, tokenizer, config.policy.tokenizer.chat_template_kwargs)
-    rows = (prompt.token_ids for prompt in (*prompts.train, *prompts.validation))
-    check_token_ids(tokenizer, rows, model_vocab_size(config.policy.model_name, config.policy.hf_config_overrides))
-    by_prefix = {"train": prompts.train, "val": prompts.validation}
-    check_data_sets(config, {prefix: {prompt.data_set for prompt in rows} for prefix, rows in by_prefix.items()})
-    loader = ShuffledLoader(
-        prompts.train,
-        batch_size=section.prompts_per_generation_batch,
-        shuffle=config.data.shuffle,
-        seed=section.seed,
-        parts=prompts.parts,
-        num_epochs=section.max_num_epochs,
-        digest=digest_of_lengths(prompts.train),
-        batch_size_key=f"{name}.num_prompts_per_step",
-    )
-    checkpoints = CheckpointKeeper(config.checkpointing, name, run_identity(config, tokenizer))
-    turns = _turns(config, tokenizer)
-    pad_id = tokenizer.pad_token_id
-    assert isinstance(pad_id, int)
     with ExitStack() as stack:
+        prepared = stack.enter_context(prepared_workers(config))
+        check_model(config.worker)
+        config = with_adapters(with_chosen_kv(config))
+        name, section = config.algorithm
+        tokenizer = load_tokenizer(config.policy.tokenizer)
+        data = with_given_rows(config.data, given.train_data, given.validation_data)
+        prompts = load_prompts(data, tokenizer, config.policy.tokenizer.chat_template_kwargs)
+        rows = (prompt.token_ids for prompt in (*prompts.train, *prompts.validation))
+        check_token_ids(tokenizer, rows, model_vocab_size(config.policy.model_name, config.policy.hf_config_overrides))
+        by_prefix = {"train": prompts.train, "val": prompts.validation}
+        check_data_sets(config, {prefix: {prompt.data_set for prompt in rows} for prefix, rows in by_prefix.items()})
+        loader = ShuffledLoader(
+            prompts.train,
+            batch_size=section.prompts_per_generation_batch,
+            shuffle=config.data.shuffle,
+            seed=section.seed,
+            parts=prompts.parts,
+            num_epochs=section.max_num_epochs,
+            digest=digest_of_lengths(prompts.train),
+            batch_size_key=f"{name}.num_prompts_per_step",
+        )
+        checkpoints = CheckpointKeeper(config.checkpointing, name, run_identity(config, tokenizer))
+        turns = _turns(config, tokenizer)
+        pad_id = tokenizer.pad_token_id
+        assert isinstance(pad_id, int)
         stack.enter_context(checkpoints.locked())
         resume_from, num_steps = resume_point(checkpoints, loader, section.max_num_steps, name)
         check_profile_steps(config.logger, num_steps)
@@ -189,7 +190,7 @@ def open_run(
             num_steps=num_steps,
             resume_from=resume_from,
         )
-        workers = stack.enter_context(grpo_workers(config, keep_reference, teacher, progress.starting))
+        workers = stack.enter_context(grpo_workers(config, keep_reference, teacher, progress.starting, prepared))
         memory_file, period_s = run_logger.run_dir / MEMORY_FILE, config.logger.memory_sample_period_s
         memory = stack.enter_context(MemorySampler(workers.owners(), memory_file, period_s))
         if chosen := chosen_kv_line(config):

@@ -13,16 +13,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from nemo_offload_rl.distributed.preflight import can_prepare
+from nemo_offload_rl.distributed.prepared import IMPORT_BACKEND, IMPORT_ENGINE, PreparedWorkers
 from nemo_offload_rl.errors import DeviceMemoryError, UserError, WorkerDiedError
+from nemo_offload_rl.generation.vllm.engine_args import engine_env
 from nemo_offload_rl.keys.generation import GenerationConfig
 from nemo_offload_rl.keys.master import RolloutConfig
 from nemo_offload_rl.keys.run import ClusterConfig
 from nemo_offload_rl.keys.worker import TeacherSettings
 from nemo_offload_rl.policy.policy import Policy
+from nemo_offload_rl.policy.process import policy_env_vars
 from nemo_offload_rl.protocols.refit import RefitGroupAddress
 from nemo_offload_rl.utils.progress import Starting
 
@@ -117,8 +121,30 @@ class GrpoWorkers:
 
 
 @contextmanager
+def prepared_workers(config: RolloutConfig) -> Iterator[PreparedWorkers | None]:
+    """Let processes import the libraries of the run's workers in the `with` block; yield None where none can."""
+    workers, engine, device_type = config.cluster.workers_per_node, config.engine, config.cluster.device_type
+    num_engines = (num_engine_devices(config) or workers) // engine.tensor_parallel_size
+    if not can_prepare(config.cluster, workers + num_engines):
+        yield None
+        return
+    cpu_workers = None if device_type == "cuda" else workers
+    caches = config.cluster.compile_cache_env
+    with closing(PreparedWorkers()) as prepared:
+        env_vars = caches | engine_env(engine, device_type)
+        prepared.start("vllm", num_engines, env_vars, IMPORT_ENGINE, engine)
+        env_vars = caches | policy_env_vars(config.worker, cpu_workers)
+        prepared.start("policy", workers, env_vars, IMPORT_BACKEND, config.worker)
+        yield prepared
+
+
+@contextmanager
 def grpo_workers(
-    config: RolloutConfig, keep_reference: bool, teacher: TeacherSettings | None, starting: Starting
+    config: RolloutConfig,
+    keep_reference: bool,
+    teacher: TeacherSettings | None,
+    starting: Starting,
+    prepared: PreparedWorkers | None = None,
 ) -> Iterator[GrpoWorkers]:
     """Start policy and engines for the `with` block.
 
@@ -127,6 +153,7 @@ def grpo_workers(
         keep_reference: Each policy worker keeps the initial parameters.
         teacher: A frozen model in each policy worker; None for none.
         starting: Shows what is waited for.
+        prepared: See `prepared_workers`.
     """
     # Imported late, since Ray takes seconds to import and bad input should be refused first.
     from nemo_offload_rl.distributed.generation_engine import RayGenerationEngine
@@ -136,7 +163,8 @@ def grpo_workers(
     colocated = config.policy.generation.colocated.enabled
     with ExitStack() as stack:
         with starting("Ray"):
-            session = cluster_session(config.cluster, num_colocated_groups=2 if colocated else 1)
+            num_groups = 2 if colocated else 1
+            session = cluster_session(config.cluster, num_colocated_groups=num_groups, prepared=prepared)
             cluster = stack.enter_context(session)
         engine_cluster = cluster if colocated else cluster.reserve_more(_engine_devices(config))
         shares_gpus = colocated and config.cluster.device_type == "cuda"

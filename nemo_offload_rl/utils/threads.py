@@ -1,7 +1,5 @@
 """Threads for code of users, which may never end: a process does not wait for them at its end."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future

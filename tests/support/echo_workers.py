@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,11 @@ class TwoArgumentError(Exception):
 
 def remember(greeting: str, **others: object) -> None:
     os.environ["LOADED_FOR"] = greeting
+
+
+def prepare(settings: str) -> None:
+    os.environ["PREPARED_FOR"] = settings
+    assert find_spec("ray") is None  # it must be imported with the worker's environment
 
 
 def tell(greeting: str, more: int, **others: object) -> tuple[str, int]:

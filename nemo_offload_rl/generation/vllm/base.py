@@ -261,10 +261,14 @@ class VllmEngineBase(ABC):
     def _reset_prefix_cache(self) -> bool: ...
 
 
-def import_engine(**_arguments: object) -> None:
-    """Import vLLM's engines, which takes many seconds and no device memory."""
-    import vllm.v1.engine.async_llm
-    import vllm.v1.engine.llm_engine  # noqa: F401
+def import_engine(settings: VllmSettings) -> None:
+    """Import what an engine needs in this process, which takes many seconds and no device memory."""
+    if settings.async_engine:  # its core has a process of its own
+        import vllm.v1.engine.async_llm
+
+        return
+    import vllm.entrypoints.llm
+    import vllm.v1.worker.gpu_worker  # noqa: F401
 
 
 def start_error(error: ValueError, settings: VllmSettings) -> Exception:

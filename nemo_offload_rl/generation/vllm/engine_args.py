@@ -72,6 +72,11 @@ def vllm_env(device_type: str, use_deep_gemm: bool | None = None) -> dict[str, s
     }
 
 
+def engine_env(settings: VllmSettings, device_type: str) -> dict[str, str]:
+    """Return `vllm_env` of an engine with these settings."""
+    return vllm_env(device_type, settings.use_deep_gemm if settings.is_quantized else None)
+
+
 def engine_args(settings: VllmSettings, device_type: str) -> dict[str, Any]:
     """Keyword arguments of `vllm.LLM` and `vllm.AsyncEngineArgs`; `settings.vllm_kwargs` overrides all of them.
 

@@ -26,8 +26,9 @@ ECHO = "echo_workers:EchoWorker"
 
 @pytest.fixture(scope="module")
 def group(cluster: VirtualCluster) -> Iterator[RayWorkerGroup]:
-    spec = WorkerSpec(name="echo", factory=ECHO, libraries="echo_workers:remember", kwargs={"greeting": "hi"})
+    spec = WorkerSpec(name="echo", factory=ECHO, kwargs={"greeting": "hi"})
     workers = RayWorkerGroup(cluster, spec, builds=False)
+    workers.start_before_build("echo_workers:remember")
     workers.build()
     yield workers
     workers.shutdown()
@@ -73,8 +74,9 @@ def test_calls_before_workers_are_built_return_results_and_warn_once_these_are_b
 
 
 def test_a_group_ends_while_it_still_loads_libraries(cluster: VirtualCluster) -> None:
-    spec = WorkerSpec(name="echo", factory=ECHO, libraries="echo_workers:hang", num_workers=1)
+    spec = WorkerSpec(name="echo", factory=ECHO, num_workers=1)
     workers = RayWorkerGroup(cluster, spec, builds=False)
+    workers.start_before_build("echo_workers:hang")
     pids = workers.pids()
     workers.shutdown()
     assert not any(psutil.pid_exists(pid) for pid in pids)

@@ -8,9 +8,9 @@ import pytest
 
 from nemo_offload_rl.config.convert import to_grpo_config
 from nemo_offload_rl.config.validate import validate_keys
-from nemo_offload_rl.distributed.policy_group import policy_env_vars
 from nemo_offload_rl.keys.master import GrpoMasterConfig
 from nemo_offload_rl.keys.worker import PolicySettings
+from nemo_offload_rl.policy.process import policy_env_vars
 from nemo_offload_rl.utils.config import load_config
 
 KEY = "policy.megatron_cfg"

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import psutil
+import pytest
+from echo_workers import EchoWorker, cpu_cluster
+
+from nemo_offload_rl.distributed import prepared as module
+from nemo_offload_rl.distributed.prepared import PreparedWorkers, hand_over
+from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster
+from nemo_offload_rl.distributed.worker_group import RayWorkerGroup, WorkerSpec
+
+PREPARE = "echo_workers:prepare"
+SPEC = WorkerSpec(
+    name="echo", factory="echo_workers:EchoWorker", kwargs={"greeting": "hi"}, env_vars={"NUMBER": "of the group"}
+)
+
+
+def test_a_prepared_process_becomes_a_worker_and_further_ones_start_as_usual(cluster: VirtualCluster) -> None:
+    with closing(PreparedWorkers()) as prepared:
+        prepared.start("echo", 1, {"NUMBER": "earlier", "OMP_NUM_THREADS": "3"}, PREPARE, "a library")
+        (process,) = prepared._processes
+        session = VirtualCluster(cpu_cluster(2), num_colocated_groups=1, prepared=prepared)
+        try:
+            group = RayWorkerGroup(session, SPEC)
+            pids = group.pids()
+            assert pids.count(process.pid) == 1
+            number = pids.index(process.pid)
+            found = group.run_on(number, EchoWorker.environment, ["PREPARED_FOR", "NUMBER", "RANK"])
+            assert found == {"PREPARED_FOR": "a library", "NUMBER": "of the group", "RANK": str(number)}
+            with pytest.raises(KeyError):
+                group.run_on(1 - number, EchoWorker.environment, ["PREPARED_FOR"])
+            (worker,) = [worker for worker in group._local_processes() if worker.pid == process.pid]
+            # What it prints is in Ray's log file, and the kernel ends it before the driver.
+            assert "worker-" in group.locations()[number].stderr_path
+            assert int(Path(f"/proc/{process.pid}/oom_score_adj").read_text()) == 1000
+            group.shutdown()
+            assert not worker.is_running()
+            assert process.wait(60) is not None
+            again = RayWorkerGroup(session, SPEC)
+            assert process.pid not in again.pids()
+        finally:
+            session.shutdown()
+    assert not prepared._folder.exists()
+
+
+def test_processes_that_nobody_takes_end_with_the_run() -> None:
+    with closing(PreparedWorkers()) as prepared:
+        prepared.start("echo", 2, {}, PREPARE, "")
+        processes = [psutil.Process(process.pid) for process in prepared._processes]
+    assert psutil.wait_procs(processes, timeout=600)[1] == []
+
+
+def test_a_worker_waits_for_imports_only_for_a_time_and_the_late_process_ends(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(module, "_WAIT_S", 0.0)
+    with closing(PreparedWorkers()) as prepared:
+        prepared._folder.joinpath("echo.7.imports").touch()
+        assert not hand_over(prepared._folder / "echo", ["worker.py"])
+        assert not list(prepared._folder.iterdir())
+        prepared.start("echo", 1, {}, PREPARE, "")
+        prepared._folder.joinpath("echo.0.imports").unlink()
+        assert prepared._processes[0].wait(600) == 0
+    with closing(PreparedWorkers()) as prepared:
+        prepared.start("echo", 1, {}, "echo_workers:not_there", "")
+        assert prepared._processes[0].wait(600) == 1
+        while list(prepared._folder.iterdir()):
+            pass
+        assert not hand_over(prepared._folder / "echo", ["worker.py"])
