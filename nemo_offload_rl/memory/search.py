@@ -31,6 +31,7 @@ _COST_OF_A_KEY = 0.002
 _NO_GAIN = 1.015
 _MOST_ROUNDS = 6
 _MOST_STARTS = 8  # ways that are looked for
+_MOST_LAYOUTS = 2  # from which the search goes on
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ class Dimension:
         options: Overrides of each value.
         changes_numbers: Another value changes what the run computes, such as the type of the optimizer's states.
         changes_machine: Another value needs another machine.
+        is_layout: The values divide the model and its rows over the workers.
         is_of_passes: The value changes what passes need, so that nothing is known of it where passes are not counted.
         trains_less: Another value trains a part of the model only.
     """
@@ -97,6 +99,7 @@ class Dimension:
     options: tuple[str, ...]
     changes_numbers: bool = False
     changes_machine: bool = False
+    is_layout: bool = False
     is_of_passes: bool = False
     trains_less: bool = False
 
@@ -208,8 +211,32 @@ class Search:
             starts += [trial for trial in self.cheapest() if trial.options <= allowed]
             best = min((self._descend(start, dimensions) for start in starts), key=lambda trial: trial.cost)
             if self._works(best):
+                best = self._with_other_layouts(best, dimensions)
                 return self._with_less(best, dimensions)
         return None
+
+    def _with_other_layouts(self, trial: Trial, dimensions: Sequence[Dimension]) -> Trial:
+        """Try other layouts, each with other micro-batches, since a layout alone may only pay with these."""
+        sizes = [one for one in dimensions if one.is_of_passes and not one.is_layout]
+        for layouts in (one for one in dimensions if one.is_layout):
+            found: list[Trial] = []
+            for option in layouts.options:
+                start = self._with(trial, layouts, option)
+                for one in sizes[1:] if not start.fits else ():
+                    start = self._with(start, one, "")
+                found.append(self._best(start, [self._sizes(start, one) for one in sizes[:1]]))
+            found = sorted(filter(self._works, found), key=lambda one: one.cost)[:_MOST_LAYOUTS]
+            trial = min([trial, *(self._descend(one, dimensions) for one in found)], key=lambda one: one.cost)
+        return trial
+
+    def _sizes(self, trial: Trial, dimension: Dimension) -> Dimension:
+        """Return a dimension without the options that differ from a trial in more than numbers."""
+        chosen = next((_without_numbers(option) for option in dimension.options if option in trial.options), None)
+
+        def is_alike(option: str) -> bool:
+            return "=" not in self._way(option) if chosen is None else _without_numbers(option) == chosen
+
+        return replace(dimension, options=tuple(filter(is_alike, dimension.options)))
 
     def _with_less(self, trial: Trial, dimensions: Sequence[Dimension]) -> Trial:
         """Choose micro-batches that need less memory and are planned to be about as fast."""
@@ -328,7 +355,8 @@ def dimensions(account: Account, *, varies: bool) -> Iterator[Dimension]:
     both = tuple(f"{rows} {other}" for rows, other in itertools.product(trained, kept))
     chunks = tuple(f"policy.logprob_chunk_size={size}" for size in (1024, 4096, "null"))
     parallel = tuple(_parallel_sizes(cfg, has_experts=has_experts))
-    found = [Dimension(options, is_of_passes=True) for options in (both, *read, chunks, parallel)]
+    found = [Dimension(options, is_of_passes=True) for options in (both, *read, chunks)]
+    found.append(Dimension(parallel, is_layout=True, is_of_passes=True))
     found += _of_megatron() if on_megatron else _of_dtensor(cfg)
     if isinstance(cfg, RolloutMasterConfig):
         found += _of_engine(cfg)
@@ -480,8 +508,11 @@ def _divided(
         f"expert_parallel_size={expert}",
         rows,
     ]
+    parallel = cfg.policy.dtensor_cfg.model_parallel
     if tensor * context > 1:
         keys.append("torch_compile=false")  # layers that are divided cannot be compiled
+    elif parallel.tensor * parallel.context > 1:
+        keys.append("torch_compile=true")
     return " ".join([*(f"{_DTENSOR}.{key}" for key in keys), padded])
 
 

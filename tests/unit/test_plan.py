@@ -123,6 +123,15 @@ PUBLISHED = {
     ),
 }
 
+QWEN3_32B = {
+    "model_type": "qwen3",
+    "hidden_size": 5120,
+    "intermediate_size": 25600,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+}
+
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_folder_with_nothing_but_a_config_tells_the_size_of_its_model(name, tmp_path):
@@ -596,13 +605,35 @@ def test_scores_with_caps_cost_seconds_that_grow_with_packed_rows(tmp_path):
     assert long.step_s > 1.5 * short.step_s
 
 
+def test_a_layout_is_found_that_pays_with_other_micro_batches_only(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN3, **QWEN3_32B}))
+    divided = [f"{DTENSOR}.tensor_parallel_size=8", f"{DTENSOR}.sequence_parallel=true"]
+    overrides = [
+        f"policy.model_name={tmp_path}",
+        *("cluster.gpus_per_node=8", "policy.generation.vllm_cfg.tensor_parallel_size=4"),
+        *(*divided, f"{DTENSOR}.torch_compile=false", f"{DTENSOR}.activation_checkpointing=true"),
+        *("policy.max_total_sequence_length=16384", "policy.train_micro_batch_size=1"),
+    ]
+    target = Target(KNOWN["H200"], length=6000)
+    plan, rules = plan_run(ROOT / "examples" / "configs" / "grpo_math_1B.yaml", overrides, target)
+    search = search_of(plan, rules)
+    fastest = search.fastest()
+    assert fastest is not None
+    parallel = ("tensor_parallel_size=1", "context_parallel_size=2", "sequence_parallel=false")
+    sizes = "policy.train_micro_batch_size=2 policy.logprob_batch_size=32 policy.make_sequence_length_divisible_by=4"
+    point = plan.account.with_keys(" ".join([*(f"{DTENSOR}.{key}" for key in parallel), sizes]))
+    assert not search.judges.short_bytes(point) and search.judges.is_allowed(point)
+    assert fastest.step_s <= 1.025 * search.judges.step_s(point)
+
+
 @pytest.mark.parametrize(("shape", "is_known"), [("moonlight-12-layers", True), ("qwen3.5-4B", False)])
 def test_megatron_s_passes_are_known_with_latent_attention_and_unknown_with_states(shape, is_known, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(HYBRID_SHAPES[shape]))
     overrides = [f"policy.model_name={tmp_path}", "policy.megatron_cfg.apply_rope_fusion=false"]
     file = ROOT / "examples" / "configs" / "grpo_math_1B_megatron.yaml"
-    plan, _ = plan_run(file, overrides, Target(KNOWN["H200"]))
+    plan, rules = plan_run(file, overrides, Target(KNOWN["H200"]))
     assert plan.counts_passes == is_known
+    assert is_known or search_of(plan, rules).fastest() is not None
     training = next(use for use in plan.phases if use.phase is Phase.TRAINING)
     assert bool(training.pass_bytes) == is_known
 
