@@ -366,9 +366,7 @@ def constant_mean_share(values_BS: Tensor, mask_BS: Tensor, norm: LossNorm, leng
 class NLLLoss:
     """A `LossFn`: the mean negative logprob over the counted tokens of the global batch."""
 
-    @property
-    def token_stat(self) -> TokenStat:
-        return TokenStat.ACCURACY
+    token_stat = TokenStat.ACCURACY
 
     def __call__(self, logprobs_BS: Tensor, batch: TrainBatch, norm: LossNorm) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Compute loss and metrics of one micro-batch; see `LossFn`."""
@@ -382,9 +380,7 @@ class DpoLoss:
 
     settings: DpoSectionConfig
 
-    @property
-    def token_stat(self) -> None:
-        return None
+    token_stat = None
 
     def __call__(self, logprobs_BS: Tensor, batch: TrainBatch, norm: LossNorm) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Compute loss and metrics of a micro-batch of whole pairs, a `PreferenceBatch`; see `LossFn`."""

@@ -99,7 +99,7 @@ class Rollouts:
         self._trained_steps = trained_steps
         self._all = [_Open(prompt) for prompt in prompts for _ in range(group_size)]
         self._live = self._all
-        self._num_turns = 0
+        self.num_turns = 0  # that have ended
 
     @property
     def under_way(self) -> bool:
@@ -107,24 +107,19 @@ class Rollouts:
         return bool(self._live)
 
     @property
-    def num_turns(self) -> int:
-        """Turns that have ended."""
-        return self._num_turns
-
-    @property
     def in_last_turn(self) -> bool:
         """Tell whether no turn can follow the current one."""
-        return self._num_turns + 1 >= self._turns.max_turns
+        return self.num_turns + 1 >= self._turns.max_turns
 
     def prompts(self) -> tuple[list[Sequence[int]], int]:
         """Return token ids for the engine and the samples of each prompt: a group in the first turn, then one."""
-        if self._num_turns == 0:
+        if self.num_turns == 0:
             return [prompt.token_ids for prompt in self._prompts], self._group_size
         return [[*rollout.prompt.token_ids, *rollout.tokens_after_prompt()] for rollout in self._live], 1
 
     def step(self, groups: Sequence[Sequence[Completion]]) -> None:
         """End a turn: the environments score or answer the engine's completions of `prompts`."""
-        self._num_turns += 1
+        self.num_turns += 1
         completions = [completion for group in groups for completion in group]
         responses = [self._response(*pair) for pair in zip(self._live, completions, strict=True)]
         for rollout, response, outcome in zip(self._live, responses, self._ask(responses), strict=True):
@@ -156,7 +151,7 @@ class Rollouts:
             reference_answer=rollout.prompt.reference_answer,
             metadata=rollout.prompt.metadata,
             earlier=tuple(rollout.earlier),
-            may_go_on=not rollout.truncated and self._num_turns < self._turns.max_turns,
+            may_go_on=not rollout.truncated and self.num_turns < self._turns.max_turns,
             question=rollout.prompt.question,
             messages=rollout.prompt.messages,
             token_ids=completion.token_ids,

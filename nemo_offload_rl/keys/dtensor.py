@@ -133,20 +133,11 @@ class DTensorConfig:
     ] = None
     lora_cfg: Annotated[DTensorLoraConfig, doc("Low-rank adapters (LoRA).")]
 
-    @property
-    def section(self) -> str:
-        """See `BackendConfig`, which describes this and the properties below."""
-        return "dtensor_cfg"
-
-    @property
-    def streaming_section(self) -> str:
-        """This section."""
-        return "policy.dtensor_cfg"
-
-    @property
-    def activation_key(self) -> str:
-        """This section's key."""
-        return "policy.dtensor_cfg.activation_offload"
+    # What `BackendConfig` describes, like the properties below.
+    section = "dtensor_cfg"
+    streaming_section = "policy.dtensor_cfg"
+    activation_key = "policy.dtensor_cfg.activation_offload"
+    keeps_optimizer_on_host = False  # updates run on the device
 
     @property
     def streamed_share(self) -> float:
@@ -165,11 +156,6 @@ class DTensorConfig:
         """With `cpu_offload`, or with a chunk size."""
         in_parts = self.offload_optimizer_states and self.offload_optimizer_states_chunk_mib is not None
         return in_parts or self.cpu_offload
-
-    @property
-    def keeps_optimizer_on_host(self) -> bool:
-        """Never: this backend updates on the device."""
-        return False
 
     @property
     def model_parallel(self) -> ModelParallel:

@@ -302,30 +302,16 @@ class MegatronConfig:
     scheduler: Annotated[MegatronSchedulerConfig, doc("The learning-rate schedule.")]
     distributed_data_parallel_config: Annotated[MegatronDdpConfig, doc("Gradient reduction.")]
 
-    @property
-    def section(self) -> str:
-        """See `BackendConfig`, which describes this and the properties below."""
-        return "megatron_cfg"
-
-    @property
-    def streaming_section(self) -> str:
-        """The optimizer's section."""
-        return "policy.megatron_cfg.optimizer"
-
-    @property
-    def activation_key(self) -> str:
-        """This section's key."""
-        return "policy.megatron_cfg.fine_grained_activation_offloading"
+    # What `BackendConfig` describes, like the properties below.
+    section = "megatron_cfg"
+    streaming_section = "policy.megatron_cfg.optimizer"
+    activation_key = "policy.megatron_cfg.fine_grained_activation_offloading"
+    streams_parameters = False  # they lie in few large buffers
 
     @property
     def streamed_share(self) -> float:
         """The optimizer's."""
         return self.optimizer.streamed_share
-
-    @property
-    def streams_parameters(self) -> bool:
-        """Never: Megatron keeps them in few large buffers."""
-        return False
 
     @property
     def streams_in_parts(self) -> bool:

@@ -75,18 +75,13 @@ class BucketSender(ABC):
     transport: str
 
     def __init__(self, specs: Sequence[WeightSpec], buffer_bytes: int) -> None:
-        self._plan = plan_buckets(specs, buffer_bytes)
+        self.plan = plan_buckets(specs, buffer_bytes)  # the buckets that every refit sends
         self._weights: Iterator[tuple[str, Tensor]] | None = None
         self._next_index = 0
 
-    @property
-    def plan(self) -> Sequence[BucketPlan]:
-        """Buckets that every refit sends."""
-        return self._plan
-
     def buffer_sizes_bytes(self) -> list[int]:
         """Return the size of each buffer in use, which is the size of its largest bucket."""
-        per_buffer = (self._plan[slot::NUM_BUFFERS] for slot in range(NUM_BUFFERS))
+        per_buffer = (self.plan[slot::NUM_BUFFERS] for slot in range(NUM_BUFFERS))
         return [max(1, *(plan.num_bytes for plan in plans)) for plans in per_buffer if plans]
 
     def start(self, weights: Iterator[tuple[str, Tensor]]) -> None:
@@ -111,12 +106,12 @@ class BucketSender(ABC):
         if self._weights is None:
             raise RuntimeError("next_bucket was called before start")
         index = self._next_index
-        if index == len(self._plan):
+        if index == len(self.plan):
             return None
-        plan = self._plan[index]
+        plan = self.plan[index]
         for position, piece in enumerate(plan.slices):
             self._store(index, piece, self._take(self._weights, index, position, piece))
-        is_last = index == len(self._plan) - 1
+        is_last = index == len(self.plan) - 1
         if is_last and (surplus := next(self._weights, None)) is not None:
             raise RefitError(f"The policy sent the unexpected tensor {surplus[0]} after the last announced one")
         self._next_index = index + 1
@@ -154,8 +149,8 @@ class BucketSender(ABC):
         return tensor
 
     def _names_from(self, index: int, position: int) -> set[str]:
-        names = {piece.name for piece in self._plan[index].slices[position:]}
-        return names.union(*({piece.name for piece in plan.slices} for plan in self._plan[index + 1 :]))
+        names = {piece.name for piece in self.plan[index].slices[position:]}
+        return names.union(*({piece.name for piece in plan.slices} for plan in self.plan[index + 1 :]))
 
 
 class DiscardingSender(BucketSender):

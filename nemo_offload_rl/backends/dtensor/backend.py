@@ -39,7 +39,6 @@ from nemo_offload_rl.keys.worker import PolicySettings
 from nemo_offload_rl.protocols.backend import (
     HostView,
     ProcessInfo,
-    RankInfo,
     StepResult,
     WeightSpec,
     all_on_device,
@@ -48,7 +47,6 @@ from nemo_offload_rl.protocols.backend import (
 from nemo_offload_rl.protocols.loss import LossFn
 from nemo_offload_rl.protocols.saving import StagedSave, StateReader
 from nemo_offload_rl.protocols.scoring import TeacherHead
-from nemo_offload_rl.protocols.vocab import VocabShard
 from nemo_offload_rl.residency import (
     BASE,
     GRADS_PART,
@@ -82,7 +80,7 @@ class DTensorBackend:
                 raise ConfigError(problem)
         check_model_folder(settings.model_name)
         self._settings = settings
-        self._device = torch.device(process.device)
+        self.device = torch.device(process.device)
         self._compute_dtype = compute_dtype(settings.precision)
         self._teacher_head: TeacherHead | None = None
         with ExitStack() as made:
@@ -92,19 +90,20 @@ class DTensorBackend:
 
     def _build(self, process: ProcessInfo) -> None:
         """Build everything that needs the process group."""
-        settings, on_gpu = self._settings, self._device.type == "cuda"
+        settings, on_gpu = self._settings, self.device.type == "cuda"
         if settings.deterministic:
             # Without `warn_only`: torch's attention is deterministic only then.
             torch.use_deterministic_algorithms(True)
         self._built = BuiltModel(settings, process)
         self._hub_names = HubNames(self._built.config.model_type)
         self._parameters, self._lora = self._built.parameters, self._built.lora
-        self._rank_info, self._dp_group = self._built.rank_info, self._built.dp_group
+        self.rank_info, self._dp_group = self._built.rank_info, self._built.dp_group
+        self.vocab_size, self.vocab_shard = self._built.config.vocab_size, self._built.head.shard
         if settings.optimizer is None:
             raise ConfigError(torch_optim.NO_OPTIMIZER)
         self._activations: ActivationOffloading | None = None
         if (limit_bytes := self.activation_host_bytes()) > 0:
-            self._activations = ActivationOffloading(limit_bytes, self._device)
+            self._activations = ActivationOffloading(limit_bytes, self.device)
             if not self._built.parts:
                 self._activations.attach(self._built.layers)
         spec = torch_optim.optimizer_spec(settings.optimizer, on_gpu=on_gpu)
@@ -114,16 +113,6 @@ class DTensorBackend:
         self._parts = optim.divide(self._parameters, spec, settings.dtensor_cfg, self._built.parts)
         self._passing: PassingParts | None = None
         self._layerwise: LayerwisePasses | None = None
-
-    @property
-    def rank_info(self) -> RankInfo:
-        """Rank of this process, and its data-parallel rank."""
-        return self._rank_info
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the parameters while they are not offloaded."""
-        return self._device
 
     def pass_groups(self) -> list[dist.ProcessGroup]:
         return self._built.pass_groups
@@ -189,7 +178,7 @@ class DTensorBackend:
             sizes |= part_row_bytes([parameter for _, parameter in part.parameters] for part in self._built.parts)
         trained = [parameter for _, parameter in self._named_trainable()]
         elements = [local_tensor(parameter).numel() for parameter in trained]
-        return {**sizes, **optimizer_row_bytes(self._settings, trained, elements, self._device)}
+        return {**sizes, **optimizer_row_bytes(self._settings, trained, elements, self.device)}
 
     def use_parts(self, passing: PassingParts) -> None:
         """See `PolicyBackend`; reads the parts' weights from the model's files."""
@@ -209,9 +198,8 @@ class DTensorBackend:
         norm: LossNorm,
         before_micro_batch: Callable[[int], None],
     ) -> tuple[float, dict[str, float]]:
-        """Accumulate gradients over all micro-batches; loss and metrics are reduced over data-parallel ranks."""
         self._built.module.train()
-        totals = Totals(self._device)
+        totals = Totals(self.device)
         if self._layerwise is not None:
             reader_of = partial(reader_for, loss_fn, teacher_head=self._teacher_head)
             loss_of = partial(read_loss, loss_fn, norm=norm)
@@ -232,8 +220,7 @@ class DTensorBackend:
     def evaluate(
         self, micro_batches: Sequence[TrainBatch], loss_fn: LossFn, norm: LossNorm
     ) -> tuple[float, dict[str, float]]:
-        """Compute loss and metrics without gradients, dropout off."""
-        totals = Totals(self._device)
+        totals = Totals(self.device)
         with self._built.reading():
             if self._layerwise is not None:
                 reader_of = partial(reader_for, loss_fn, teacher_head=self._teacher_head)
@@ -250,18 +237,7 @@ class DTensorBackend:
     def use_teacher_head(self, head: TeacherHead) -> None:
         self._teacher_head = head
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of the logits' columns, over all ranks."""
-        return self._built.config.vocab_size
-
-    @property
-    def vocab_shard(self) -> VocabShard:
-        """This rank's columns of the logits."""
-        return self._built.head.shard
-
     def logprobs(self, micro_batches: Sequence[TokenBatch], *, whole: bool = False) -> list[Tensor]:
-        """Compute [B, S] float32 logprobs of each micro-batch's scored tokens, on the CPU, dropout off."""
         reader = ReadScores(only_whole=whole)
         with self._built.reading():
             if self._layerwise is not None:
@@ -293,7 +269,7 @@ class DTensorBackend:
     def optim_step(self, streamed: Iterable[str] = ()) -> StepResult:
         """Clip, update and drop the gradients; skip the update if their norm is not finite."""
         known = {} if self._layerwise is None else self._layerwise.norms
-        norm = optim.global_grad_norm(self._trainable(), self._built.tp_rank, self._device, known)
+        norm = optim.global_grad_norm(self._trainable(), self._built.tp_rank, self.device, known)
         grad_norm = float(norm)  # equal on all ranks, so all decide the same
         learning_rate = float(self._optimizer.param_groups[0]["lr"])
         is_finite = math.isfinite(grad_norm)
@@ -318,12 +294,10 @@ class DTensorBackend:
         self._schedule.step()
 
     def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
-        """Sum each value over the data-parallel ranks."""
-        return sum_over_ranks(values, self._dp_group, self._device)
+        return sum_over_ranks(values, self._dp_group, self.device)
 
     def all_reduce_max(self, value: int) -> int:
-        """Return the largest value over the data-parallel ranks."""
-        return max_over_ranks(value, self._dp_group, self._device)
+        return max_over_ranks(value, self._dp_group, self.device)
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
@@ -366,11 +340,9 @@ class DTensorBackend:
                     yield name, parallel.full_tensor(parameter, parameter.dtype if index is not None else dtype)
 
     def stage_save(self, folder: Path, reader: StateReader) -> StagedSave:
-        """Begin to save model, optimizer, schedule and random state."""
         return dcp.stage_save(folder, self._training_state(), reader)
 
     def load(self, path: Path, streamed: Iterable[str] = ()) -> None:
-        """Read a checkpoint of `stage_save`."""
         self._built.reshard()
         dcp.load_state(path, self._training_state(), streamed)
 
@@ -379,7 +351,6 @@ class DTensorBackend:
         return checkpoint.DTensorState(self._parameters, self._parts, self._optimizer, self._schedule, model_parts)
 
     def export_hf(self, path: Path) -> None:
-        """Write a folder that `transformers` and vLLM load; see `PolicyBackend`."""
         dtypes = {spec.name: spec.dtype for spec in self.weight_specs()}
         weights = ((name, weight.to(dtypes[name])) for name, weight in self.named_weights())
         adapters = None if self._lora is None else self._lora.adapters()

@@ -13,7 +13,7 @@ from nemo_offload_rl.backends.hf.model_folder import check_model_folder
 from nemo_offload_rl.backends.ranks import max_over_ranks
 from nemo_offload_rl.data.batch import TokenBatch
 from nemo_offload_rl.keys.worker import PolicySettings
-from nemo_offload_rl.protocols.backend import COMPUTE_DTYPES, ProcessInfo, RankInfo
+from nemo_offload_rl.protocols.backend import COMPUTE_DTYPES, ProcessInfo
 from nemo_offload_rl.protocols.scoring import Reader
 from nemo_offload_rl.residency import TEACHER, TEACHER_LAYER, StateGroup
 
@@ -32,27 +32,14 @@ class FrozenDTensor:
         self._dtype = COMPUTE_DTYPES[settings.precision]
         self._device = torch.device(process.device)
         self._built = BuiltModel(settings, process, is_frozen=True)
+        self.rank_info = self._built.rank_info
+        self.temperature, self.softcap = self._built.head.temperature, self._built.head.softcap
         self._streams_layers = streams_layers
         self._streamed_layers: Callable[[], Iterator[str]] = lambda: iter(())
         self._coming: Iterator[str] = iter(())
         if streams_layers:
             for layer in self._built.layers:
                 layer.register_forward_pre_hook(self._bring, prepend=True)  # before FSDP's own
-
-    @property
-    def rank_info(self) -> RankInfo:
-        """This process's rank."""
-        return self._built.rank_info
-
-    @property
-    def temperature(self) -> float:
-        """Divisor of the logits."""
-        return self._built.head.temperature
-
-    @property
-    def softcap(self) -> float | None:
-        """Soft-cap of the logits, applied before the temperature."""
-        return self._built.head.softcap
 
     def state_groups(self) -> Sequence[StateGroup]:
         """Return one group that arrives layer by layer or, with streamed layers, one per layer and one of the rest."""

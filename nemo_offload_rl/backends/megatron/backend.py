@@ -41,11 +41,10 @@ from nemo_offload_rl.backends.scoring.readers import ReadScores
 from nemo_offload_rl.data.batch import LossNorm, TokenBatch, TrainBatch
 from nemo_offload_rl.keys.megatron import MegatronConfig
 from nemo_offload_rl.keys.worker import PolicySettings
-from nemo_offload_rl.protocols.backend import HostView, ProcessInfo, RankInfo, StepResult, WeightSpec, all_on_device
+from nemo_offload_rl.protocols.backend import HostView, ProcessInfo, StepResult, WeightSpec, all_on_device
 from nemo_offload_rl.protocols.loss import LossFn
 from nemo_offload_rl.protocols.saving import StagedSave, StateReader
 from nemo_offload_rl.protocols.scoring import TeacherHead
-from nemo_offload_rl.protocols.vocab import VocabShard
 from nemo_offload_rl.residency import OPTIMIZER, OPTIMIZER_PART, PassingParts, StateGroup, unique_storages
 
 logger = logging.getLogger(__name__)
@@ -65,10 +64,10 @@ class MegatronBackend:
         check_model_folder(settings.model_name)
         self._settings = settings
         self._cfg = cfg
-        self._device = torch.device(process.device)
+        self.device = torch.device(process.device)
         if cfg.fine_grained_activation_offloading:
             check_transformer_engine()
-        bind_to_numa_node_of(self._device)
+        bind_to_numa_node_of(self.device)
         with ExitStack() as made:
             join_process_group(process, made)
             if parallel.join_model_parallel(cfg, cfg.model_parallel, process.world_size):
@@ -79,7 +78,7 @@ class MegatronBackend:
     def _build(self, process: ProcessInfo) -> None:
         """Build everything that needs the process groups."""
         settings, cfg = self._settings, self._cfg
-        self._rank_info = parallel.rank_info(process)
+        self.rank_info = parallel.rank_info(process)
         parallel.seed_everything(settings.seed)
         self._model = build_model(settings, cfg)
         self._chunks = self._model.chunks
@@ -91,23 +90,14 @@ class MegatronBackend:
         self._model.config.grad_scale_func = self._optimizer.scale_loss
         num_layers = sum(isinstance(module, TransformerLayer) for chunk in self._chunks for module in chunk.modules())
         self._most_activation_bytes = host_bytes_at_most(self._model.config, num_layers, settings, cfg)
-        self._activations = ActivationOffloading([self._model.config], self._most_activation_bytes, self._device)
+        self._activations = ActivationOffloading([self._model.config], self._most_activation_bytes, self.device)
         if self._activations.is_enabled:
             check_modules(self._chunks, cfg.offload_modules or ())
         self._weight_specs: list[WeightSpec] | None = None
         self._conversions: expert_weights.Conversions | None = None
-        self._passes = Passes(self._model, settings, cfg, self._activations, self._device)
+        self._passes = Passes(self._model, settings, cfg, self._activations, self.device)
+        self.vocab_size, self.vocab_shard = self._model.hf_config.vocab_size, self._passes.shard
         check_shapes(self._model.folder, self.weight_specs(), self._model.hf_config.model_type)
-
-    @property
-    def rank_info(self) -> RankInfo:
-        """This process's place among the ranks."""
-        return self._rank_info
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the parameters while they are not offloaded."""
-        return self._device
 
     def pass_groups(self) -> list[dist.ProcessGroup]:
         return parallel.pass_groups()
@@ -146,7 +136,6 @@ class MegatronBackend:
         norm: LossNorm,
         before_micro_batch: Callable[[int], None],
     ) -> tuple[float, dict[str, float]]:
-        """Accumulate gradients over all micro-batches; reduce loss and metrics over the data-parallel ranks."""
         consume, reader_of = losses_of(loss_fn, norm), self._passes.reader_of(loss_fn)
         with self._passes.training(micro_batches):
             schedule = self._passes.schedule(micro_batches, consume, reader_of, before_micro_batch, forward_only=False)
@@ -156,7 +145,6 @@ class MegatronBackend:
     def evaluate(
         self, micro_batches: Sequence[TrainBatch], loss_fn: LossFn, norm: LossNorm
     ) -> tuple[float, dict[str, float]]:
-        """Return loss and metrics, without gradients and dropout."""
         consume, reader_of = losses_of(loss_fn, norm), self._passes.reader_of(loss_fn)
         with self._passes.reading():
             schedule = self._passes.schedule(micro_batches, consume, reader_of, forward_only=True)
@@ -166,31 +154,20 @@ class MegatronBackend:
     def _reduce(self, results: Sequence[tuple[Tensor, Mapping[str, Tensor]]]) -> tuple[float, dict[str, float]]:
         reduced = None
         if parallel.is_last_stage():
-            totals = Totals(self._device)
+            totals = Totals(self.device)
             for loss, metrics in results:
                 totals.add(loss, metrics)
             reduced = totals.reduce(parallel.data_parallel_group())
-        found = parallel.from_last_stage(reduced, self._device)
+        found = parallel.from_last_stage(reduced, self.device)
         assert found is not None
         return found
 
     def logprobs(self, micro_batches: Sequence[TokenBatch], *, whole: bool = False) -> list[Tensor]:
-        """Return float32 logprobs [B, S] of each micro-batch on the CPU, without dropout."""
         reader = ReadScores(only_whole=whole)
         with self._passes.reading():
             schedule = self._passes.schedule(micro_batches, keep_scores, lambda _: reader, forward_only=True)
             found = get_forward_backward_func()(**schedule)
-        return [scores_BS[0] for scores_BS in parallel.from_last_stage(on_cpu(found), self._device)]
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of columns of the logits over all ranks."""
-        return self._model.hf_config.vocab_size
-
-    @property
-    def vocab_shard(self) -> VocabShard:
-        """This rank's columns of the logits."""
-        return self._passes.shard
+        return [scores_BS[0] for scores_BS in parallel.from_last_stage(on_cpu(found), self.device)]
 
     def use_teacher_head(self, head: TeacherHead) -> None:
         self._passes.teacher_head = head
@@ -230,7 +207,7 @@ class MegatronBackend:
             self._model.biases.update()
         self.drop_grads()
         self.gather_again()
-        if self._cfg.empty_unused_memory_level >= 1 and self._device.type == "cuda":
+        if self._cfg.empty_unused_memory_level >= 1 and self.device.type == "cuda":
             torch.cuda.empty_cache()
         return StepResult(
             self._optimizer.grad_norm,
@@ -244,12 +221,10 @@ class MegatronBackend:
         self._scheduler.step(1)
 
     def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
-        """Return sums over the data-parallel ranks."""
-        return sum_over_ranks(values, parallel.data_parallel_group(), self._device)
+        return sum_over_ranks(values, parallel.data_parallel_group(), self.device)
 
     def all_reduce_max(self, value: int) -> int:
-        """Return the largest value over the data-parallel ranks."""
-        return max_over_ranks(value, parallel.data_parallel_group(), self._device)
+        return max_over_ranks(value, parallel.data_parallel_group(), self.device)
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
@@ -291,11 +266,9 @@ class MegatronBackend:
         return exported_adapters(self._model.bridge, list(self._chunks), self._cfg.peft).scaled()
 
     def stage_save(self, folder: Path, reader: StateReader) -> StagedSave:
-        """Begin to save the model, optimizer, scheduler and random states."""
         return dcp.stage_save(folder, self._training_state(), reader)
 
     def load(self, path: Path, streamed: Iterable[str] = ()) -> None:
-        """Read a checkpoint of `stage_save`."""
         training_state = self._training_state()
         training_state.check_layout(path)
         dcp.load_state(path, training_state, streamed)
@@ -306,7 +279,7 @@ class MegatronBackend:
             self._optimizer,
             self._streamed,
             self._scheduler,
-            self._device,
+            self.device,
             with_frozen=not self._cfg.peft.enabled,
             with_scales=keeps_scales(self._cfg.fp8_cfg),
         )
@@ -318,9 +291,9 @@ class MegatronBackend:
 
     def _release_device_memory(self) -> None:
         """Free the state's GPU memory even where references to its tensors remain: Megatron's hooks form cycles."""
-        if self._device.type != "cuda":
+        if self.device.type != "cuda":
             return
-        torch.cuda.synchronize(self._device)
+        torch.cuda.synchronize(self.device)
         for group in self.state_groups():
             for record in unique_storages(group.tensors()).values():
                 if record.storage.device.type == "cuda":

@@ -66,7 +66,7 @@ class MegatronState:
         self._optimizer = optimizer
         self._streamed = streamed
         self._scheduler = scheduler
-        self._device = device
+        self.device = device
         self._with_frozen = with_frozen
         self._with_scales = with_scales
 
@@ -91,11 +91,6 @@ class MegatronState:
                 f"The checkpoint {path} was written by ranks laid out as {', '.join(sorted(layouts))}, not as "
                 f"{parallel.layout_name()}; resume with the sizes that wrote it, or begin anew from an export."
             )
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the parameters."""
-        return self._device
 
     @property
     def groups(self) -> Sequence[str]:
@@ -225,11 +220,11 @@ class MegatronState:
     def rng_state(self) -> dict[str, Tensor]:
         """Return the random states of torch and of Megatron's tracker."""
         tracked = {TRACKED + name: state for name, state in _tracker().get_states().items()}
-        return contents.torch_rng_state(self._device) | tracked
+        return contents.torch_rng_state(self.device) | tracked
 
     def set_rng_state(self, states: Mapping[str, Tensor]) -> None:
         """Restore the random states."""
-        contents.set_torch_rng_state(states, self._device)
+        contents.set_torch_rng_state(states, self.device)
         tracked = [name for name in states if name.startswith(TRACKED)]
         _tracker().set_states({name.removeprefix(TRACKED): states[name] for name in tracked})
 

@@ -20,7 +20,7 @@ from nemo_offload_rl.backends.scoring.readers import HiddenStates, ReadTopK
 from nemo_offload_rl.data.batch import TokenBatch
 from nemo_offload_rl.keys.megatron import MegatronConfig
 from nemo_offload_rl.keys.worker import PolicySettings
-from nemo_offload_rl.protocols.backend import COMPUTE_DTYPES, ProcessInfo, RankInfo, WeightSpec
+from nemo_offload_rl.protocols.backend import COMPUTE_DTYPES, ProcessInfo, WeightSpec
 from nemo_offload_rl.protocols.scoring import Reader
 from nemo_offload_rl.residency import TEACHER, StateGroup
 
@@ -41,8 +41,8 @@ class FrozenMegatron:
         self._dtype = COMPUTE_DTYPES[settings.precision]
         self._device = torch.device(process.device)
         parallel.join_model_parallel(cfg, cfg.model_parallel, process.world_size)
-        self._rank_info = parallel.rank_info(process)
-        self._temperature = settings.logprob_temperature
+        self.rank_info = parallel.rank_info(process)
+        self.temperature, self.softcap = settings.logprob_temperature, None
         self._model = build_model(settings, cfg, is_frozen=True)
         for chunk in self._model.chunks:
             chunk.requires_grad_(False)
@@ -50,20 +50,6 @@ class FrozenMegatron:
         self._passes = Passes(self._model, settings, cfg, activations, self._device)
         specs = [WeightSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self._named_weights()]
         check_shapes(self._model.folder, specs, self._model.hf_config.model_type)
-
-    @property
-    def rank_info(self) -> RankInfo:
-        """This process's place among the ranks."""
-        return self._rank_info
-
-    @property
-    def temperature(self) -> float:
-        """Divisor of the logits."""
-        return self._temperature
-
-    @property
-    def softcap(self) -> float | None:
-        return None
 
     def state_groups(self) -> Sequence[StateGroup]:
         """Return one group with all parameters and buffers."""
