@@ -4,9 +4,11 @@
 workers and engines, which are made of those keys, and the plain dictionary for the records of a run (`resolved`).
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol
+from inspect import isfunction
+from typing import Annotated, Any, Protocol, get_type_hints
 
 from nemo_offload_rl.keys.data import (
     DataConfig,
@@ -179,6 +181,18 @@ type SupervisedConfig = SftConfig | DpoConfig
 
 type Rule[Config] = Callable[[Config], str | None]
 """From a configuration whose keys all have their documented type to one message (fact, reason, fix) or None."""
+
+
+def rules_in(module: str, *kinds: Any) -> tuple[Callable[..., str | None], ...]:
+    """List the rules of a module, given by name, in order: its public functions from these types to `str | None`."""
+
+    def is_rule(function: Any) -> bool:
+        *taken, made = get_type_hints(function).values()
+        return taken == list(kinds) and made == str | None
+
+    own = {name: value for name, value in vars(sys.modules[module]).items() if not name.startswith("_")}
+    functions = [value for value in own.values() if isfunction(value) and value.__module__ == module]
+    return tuple(filter(is_rule, functions))
 
 
 class PolicyRun(Protocol):

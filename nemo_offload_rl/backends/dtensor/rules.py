@@ -17,7 +17,7 @@ from nemo_offload_rl.backends.dtensor.supported import (
 )
 from nemo_offload_rl.backends.hf.model_folder import local_model_config
 from nemo_offload_rl.keys.dtensor import DTensorConfig
-from nemo_offload_rl.keys.master import PolicyRun, Rule
+from nemo_offload_rl.keys.master import PolicyRun, Rule, rules_in
 from nemo_offload_rl.keys.policy import TrainedPolicyConfig
 from nemo_offload_rl.models.families import DTENSOR, dropout_rates, has_shared_keys
 
@@ -238,18 +238,7 @@ def experts_divide_over_devices(cfg: PolicyRun) -> str | None:
     return experts_problem(model, dtensor.tensor_parallel_size, dtensor.expert_parallel_size)
 
 
-POLICY_RULES: tuple[Callable[[TrainedPolicyConfig], str | None], ...] = (
-    inputs_of_recomputed_layers_are_offloaded,
-    compiled_layers_are_whole,
-    shared_rows_are_not_packed,
-    shared_rows_exclude_divided_experts,
-    sequence_parallel_needs_tensor_parallel,
-    adapters_need_whole_layers,
-    adapters_have_their_layers,
-    host_held_training_recomputes_layers,
-    host_held_training_is_of_all_weights,
-    host_held_training_excludes_offload_keys,
-)
+POLICY_RULES = rules_in(__name__, TrainedPolicyConfig)
 """Rules between keys of `policy`; the backend checks them again, for settings that no rule has seen."""
 
 
@@ -261,15 +250,4 @@ def _of_run(rule: Callable[[TrainedPolicyConfig], str | None]) -> Rule[PolicyRun
     return of_run
 
 
-RULES: tuple[Rule[PolicyRun], ...] = (
-    *map(_of_run, POLICY_RULES),
-    parallel_sizes_divide_the_world,
-    rows_of_the_model_can_be_shared,
-    sequence_parallelism_splits_the_model,
-    host_held_training_has_one_worker,
-    host_held_training_draws_nothing,
-    host_held_layers_pass_on_hidden_states,
-    dtensor_trains_the_model,
-    tensor_parallelism_splits_the_model,
-    experts_divide_over_devices,
-)
+RULES = (*map(_of_run, POLICY_RULES), *rules_in(__name__, PolicyRun))

@@ -2,7 +2,7 @@
 
 from nemo_offload_rl.backends.hf.model_folder import local_model_config
 from nemo_offload_rl.errors import division_problem
-from nemo_offload_rl.keys.master import DistillationMasterConfig, GrpoMasterConfig, Rule
+from nemo_offload_rl.keys.master import DistillationMasterConfig, GrpoMasterConfig, rules_in
 from nemo_offload_rl.models.families import state_mixer
 
 
@@ -349,30 +349,6 @@ def a_megatron_teacher_has_no_streamed_layers(cfg: DistillationMasterConfig) -> 
     return None
 
 
-RULES: tuple[Rule[GrpoMasterConfig], ...] = (
-    baselines_need_two_responses,
-    rollouts_can_be_collected_during_training,
-    paused_responses_keep_their_cache_only_where_they_pause,
-    dynamic_sampling_needs_groups,
-    parts_of_groups_are_compared_by_the_package,
-    only_dynamic_sampling_draws_larger_batches,
-    on_policy_ratio_needs_one_update_per_step,
-    truncation_needs_importance_sampling,
-    bounds_of_importance_weights_are_complete,
-    one_surrogate,
-    constant_divisor_goes_with_the_sequence_loss,
-    kl_in_reward_needs_rewards_of_tokens,
-    gdpo_compares_parts_of_rewards,
-    kl_in_reward_needs_whole_distributions,
-    advantage_bounds_are_ascending,
-    sequence_ratios_need_the_sequence_loss,
-    overlong_buffer_is_within_the_response,
-    reward_ranges_are_ascending,
-)
+RULES = rules_in(__name__, GrpoMasterConfig)
 
-DISTILLATION_RULES: tuple[Rule[DistillationMasterConfig], ...] = (
-    a_top_k_is_needed_for_what_is_outside_of_it,
-    the_teachers_tensor_parallel_size_divides_the_workers,
-    a_megatron_teacher_is_spread_as_the_policy,
-    a_megatron_teacher_has_no_streamed_layers,
-)
+DISTILLATION_RULES = rules_in(__name__, DistillationMasterConfig)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nemo_offload_rl.keys.data import ArithmeticConfig, DataSource, MixtureConfig, MixtureKeys
-from nemo_offload_rl.keys.master import DpoMasterConfig, RolloutMasterConfig, Rule, RunConfig, SftMasterConfig
+from nemo_offload_rl.keys.master import DpoMasterConfig, RolloutMasterConfig, Rule, RunConfig, SftMasterConfig, rules_in
 from nemo_offload_rl.memory.account import Account
 
 type AnyRun = RolloutMasterConfig | SftMasterConfig | DpoMasterConfig
@@ -104,8 +104,4 @@ def mixtures_have_their_weights(cfg: AnyRun) -> str | None:
     return None
 
 
-DATA_RULES: tuple[Rule[AnyRun], ...] = (
-    validation_has_rows,
-    validation_sets_are_used_whole,
-    mixtures_have_their_weights,
-)
+DATA_RULES = rules_in(__name__, AnyRun)

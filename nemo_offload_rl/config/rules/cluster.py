@@ -3,7 +3,7 @@
 from nemo_offload_rl.config.rules.base import data_parallel_size
 from nemo_offload_rl.errors import division_problem, share_problem
 from nemo_offload_rl.keys.generation import engine_devices_problem
-from nemo_offload_rl.keys.master import RolloutMasterConfig, Rule, RunConfig
+from nemo_offload_rl.keys.master import RolloutMasterConfig, RunConfig, rules_in
 
 
 def exactly_one_backend_is_enabled(cfg: RunConfig) -> str | None:
@@ -100,17 +100,7 @@ def longest_sequence_is_divisible(cfg: RunConfig) -> str | None:
 
 
 # Checked first: if one of these is broken, so are many others.
-AVAILABILITY: tuple[Rule[RunConfig], ...] = (exactly_one_backend_is_enabled,)
-RULES: tuple[Rule[RunConfig], ...] = (
-    port_range_is_ascending,
-    training_batch_divides_over_workers,
-    micro_batch_divides_the_workers_share,
-    packing_and_dynamic_batching_exclude_each_other,
-    token_budgets_hold_the_longest_sequence,
-    longest_sequence_is_divisible,
-)
+AVAILABILITY = (exactly_one_backend_is_enabled,)
+RULES = tuple(rule for rule in rules_in(__name__, RunConfig) if rule not in AVAILABILITY)
 
-ROLLOUT_RULES: tuple[Rule[RolloutMasterConfig], ...] = (
-    engine_tensor_parallel_size_divides_a_host,
-    rollouts_fill_whole_training_batches,
-)
+ROLLOUT_RULES = rules_in(__name__, RolloutMasterConfig)

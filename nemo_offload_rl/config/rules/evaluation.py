@@ -5,7 +5,7 @@ from nemo_offload_rl.config.rules.base import RuleSet, sources
 from nemo_offload_rl.config.rules.rollouts import vllm_kwargs_problem
 from nemo_offload_rl.keys.data import ArithmeticConfig, MixtureKeys
 from nemo_offload_rl.keys.generation import engine_devices_problem
-from nemo_offload_rl.keys.master import EvalMasterConfig
+from nemo_offload_rl.keys.master import EvalMasterConfig, rules_in
 
 
 def k_is_at_most_the_number_of_responses(cfg: EvalMasterConfig) -> str | None:
@@ -113,19 +113,4 @@ def quantized_folders_are_not_quantized_again(cfg: EvalMasterConfig) -> str | No
     )
 
 
-EVAL_RULES: RuleSet[EvalMasterConfig] = RuleSet(
-    (),
-    (
-        k_is_at_most_the_number_of_responses,
-        several_responses_are_sampled,
-        prompts_leave_room_for_a_response,
-        evaluated_environments_exist,
-        every_row_is_evaluated,
-        evaluating_engine_fits_its_devices,
-        evaluation_kwargs_are_allowed,
-        evaluation_serves_no_endpoint,
-        only_evaluating_engines_in_8_bits_keep_layers,
-        evaluating_engines_share_out_experts_over_their_devices,
-        quantized_folders_are_not_quantized_again,
-    ),
-)
+EVAL_RULES: RuleSet[EvalMasterConfig] = RuleSet((), rules_in(__name__, EvalMasterConfig))

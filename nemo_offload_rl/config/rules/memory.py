@@ -4,7 +4,7 @@ import os
 from functools import partial
 
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.keys.master import RolloutMasterConfig, Rule
+from nemo_offload_rl.keys.master import RolloutMasterConfig, rules_in
 from nemo_offload_rl.keys.megatron import MegatronConfig
 from nemo_offload_rl.memory.account import Account, PhaseUse
 from nemo_offload_rl.memory.groups import has_adapters
@@ -185,11 +185,5 @@ def a_frozen_model_has_adapters(cfg: RolloutMasterConfig) -> str | None:
     return None
 
 
-RULES: tuple[Rule[Account], ...] = (
-    gpu_limit_is_within_the_gpu,
-    every_phase_has_room,
-    host_memory_holds_the_state,
-    engine_weights_fit_their_share,
-    suspended_communicators_make_room_for_an_engine,
-)
-ROLLOUT_RULES: tuple[Rule[RolloutMasterConfig], ...] = (host_held_state_is_nowhere_else, a_frozen_model_has_adapters)
+RULES = rules_in(__name__, Account)
+ROLLOUT_RULES = rules_in(__name__, RolloutMasterConfig)

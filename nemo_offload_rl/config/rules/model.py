@@ -8,7 +8,7 @@ from nemo_offload_rl.backends.hf.model_folder import local_model_config
 from nemo_offload_rl.backends.hf.served_adapters import the_engine_can_apply_adapters
 from nemo_offload_rl.errors import division_problem
 from nemo_offload_rl.generation.vllm.fp8_loading import BLOCK
-from nemo_offload_rl.keys.master import RolloutMasterConfig, Rule, RunConfig
+from nemo_offload_rl.keys.master import RolloutMasterConfig, RunConfig, rules_in
 from nemo_offload_rl.models.families import dropout_rates
 from nemo_offload_rl.models.rope import changing_rope_type, has_rotary_base, unchanged_length
 from nemo_offload_rl.models.served import is_served_on_gpus_only, longest_served, unserved, untold_experts
@@ -155,16 +155,5 @@ def _longest(cfg: RolloutMasterConfig) -> int:
     return max(cfg.policy.max_total_sequence_length, cfg.policy.generation.vllm_cfg.max_model_len)
 
 
-RULES: tuple[Rule[RunConfig], ...] = (
-    rotary_embeddings_keep_their_base,
-    dropout_that_is_asked_for_is_trained_with,
-)
-ROLLOUT_RULES: tuple[Rule[RolloutMasterConfig], ...] = (
-    rotary_frequencies_of_engine_and_policy_agree,
-    the_engine_serves_the_model,
-    eight_bit_layers_have_whole_blocks,
-    replayed_experts_are_told,
-    engines_share_out_experts_over_their_devices,
-    rows_fit_the_model_s_positions,
-    the_engine_can_apply_adapters,
-)
+RULES = rules_in(__name__, RunConfig)
+ROLLOUT_RULES = (*rules_in(__name__, RolloutMasterConfig), the_engine_can_apply_adapters)

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from nemo_offload_rl.config.rules.base import DATA_RULES, Rule, sources
+from nemo_offload_rl.config.rules.base import DATA_RULES, sources
 from nemo_offload_rl.generation.vllm.allowed_args import ALLOWED, OWN_KEYS, REFUSED
 from nemo_offload_rl.keys.data import BUILT_IN
 from nemo_offload_rl.keys.generation import SERVING_CHAT_KWARGS, engine_devices_problem
-from nemo_offload_rl.keys.master import GrpoMasterConfig, RolloutMasterConfig
+from nemo_offload_rl.keys.master import GrpoMasterConfig, RolloutMasterConfig, rules_in
 from nemo_offload_rl.utils.sockets import is_loopback
 
 
@@ -180,17 +180,4 @@ def engine_fits_a_host_of_its_own(cfg: RolloutMasterConfig) -> str | None:
     return engine_devices_problem(size, count, devices="devices of policy.generation.colocated.resources.gpus_per_node")
 
 
-RULES: tuple[Rule[RolloutMasterConfig], ...] = (
-    prompts_leave_room_for_a_response,
-    rollouts_fit_the_policy,
-    further_turns_answer_something,
-    endpoint_can_be_served,
-    rollouts_are_not_greedy,
-    vllm_kwargs_are_allowed,
-    only_engines_in_8_bits_keep_layers,
-    engines_have_devices,
-    engine_fits_a_host_of_its_own,
-    every_environment_exists,
-    weights_belong_to_a_list_of_rewards,
-    *DATA_RULES,
-)
+RULES = (*rules_in(__name__, RolloutMasterConfig), *DATA_RULES)

@@ -1,8 +1,8 @@
 """Rules of SFT and DPO."""
 
-from nemo_offload_rl.config.rules.base import DATA_RULES, Rule, data_parallel_size, sources
+from nemo_offload_rl.config.rules.base import DATA_RULES, data_parallel_size, sources
 from nemo_offload_rl.errors import share_problem
-from nemo_offload_rl.keys.master import DpoMasterConfig, SftMasterConfig
+from nemo_offload_rl.keys.master import DpoMasterConfig, SftMasterConfig, rules_in
 
 type _Config = SftMasterConfig | DpoMasterConfig
 
@@ -58,10 +58,5 @@ def the_loss_has_a_term(cfg: DpoMasterConfig) -> str | None:
     return None
 
 
-RULES: tuple[Rule[_Config], ...] = (
-    *DATA_RULES,
-    longest_row_fits_the_policy,
-    validation_batch_divides_over_workers,
-    data_sets_name_no_environment,
-)
-DPO_RULES: tuple[Rule[DpoMasterConfig], ...] = (pairs_fit_a_micro_batch_made_by_tokens, the_loss_has_a_term)
+RULES = (*DATA_RULES, *rules_in(__name__, _Config))
+DPO_RULES = rules_in(__name__, DpoMasterConfig)

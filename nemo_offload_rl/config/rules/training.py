@@ -20,7 +20,7 @@ from nemo_offload_rl.algorithms.metric_names import (
 from nemo_offload_rl.backends.dtensor.torch_optim import NO_OPTIMIZER, optimizer_spec, try_schedule
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.grpo import needs_prev_logprobs
-from nemo_offload_rl.keys.master import DistillationMasterConfig, DpoMasterConfig, GrpoMasterConfig, Rule, RunConfig
+from nemo_offload_rl.keys.master import DistillationMasterConfig, DpoMasterConfig, GrpoMasterConfig, RunConfig, rules_in
 from nemo_offload_rl.keys.policy import SchedulerMilestonesConfig
 from nemo_offload_rl.keys.run import validates_a_checkpoint
 from nemo_offload_rl.keys.worker import scheduler_phases
@@ -194,11 +194,4 @@ def _call_problem(where: str, dotted: str, kwargs: Mapping[str, Any], base: type
     return None
 
 
-RULES: tuple[Rule[RunConfig], ...] = (
-    optimizer_can_train,
-    scheduler_phases_can_step,
-    scheduler_milestones_separate_the_phases,
-    checkpoint_metric_is_measured,
-    save_deadline_is_a_time,
-    loggers_have_their_sections,
-)
+RULES = rules_in(__name__, RunConfig)

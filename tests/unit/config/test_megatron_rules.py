@@ -12,9 +12,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_offload_rl.backends.dtensor import rules as dtensor
 from nemo_offload_rl.backends.megatron import rules
 from nemo_offload_rl.backends.megatron.supported import ROPE_TYPES, unsupported_layers, unsupported_rope
-from nemo_offload_rl.config.rules import GRPO_RULES, broken
+from nemo_offload_rl.config.rules import (
+    DISTILLATION_RULES,
+    DPO_RULES,
+    GRPO_RULES,
+    SFT_RULES,
+    algorithm,
+    base,
+    broken,
+    cluster,
+    evaluation,
+    memory,
+    model,
+    rollouts,
+    supervised,
+    training,
+)
 from nemo_offload_rl.config.validate import validate_keys
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.master import GrpoMasterConfig
@@ -426,11 +442,17 @@ def test_every_rule_is_broken_here() -> None:
     assert set(BROKEN) == set(RULES)
 
 
-@pytest.mark.parametrize("module", [rules.model, rules.optimizer, rules.activations])
-def test_every_rule_of_a_module_is_in_its_list(module) -> None:
-    functions = {n for n, f in inspect.getmembers(module, inspect.isfunction) if f.__module__ == module.__name__}
-    assert {rule.__name__ for rule in module.RULES} == {name for name in functions if not name.startswith("_")}
-    assert {*module.RULES} <= {*GRPO_RULES}
+MODULES = [rules.model, rules.optimizer, rules.activations, dtensor, algorithm, base, cluster, evaluation, memory]
+MODULES += [model, rollouts, supervised, training]
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_every_rule_of_a_module_is_checked(module) -> None:
+    public = {name: f for name, f in inspect.getmembers(module, inspect.isfunction) if not name.startswith("_")}
+    of_run = [f for f in public.values() if next(iter(inspect.signature(f).parameters)) in ("cfg", "account")]
+    found = {f.__name__ for f in of_run if f.__module__ == module.__name__ and f.__annotations__["return"] is not int}
+    checked = [GRPO_RULES, DISTILLATION_RULES, SFT_RULES, DPO_RULES, evaluation.EVAL_RULES]
+    assert found and found <= {rule.__name__ for several in checked for rule in several}
 
 
 @pytest.mark.parametrize(

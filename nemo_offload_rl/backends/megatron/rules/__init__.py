@@ -1,7 +1,7 @@
 """Rules of the Megatron backend. All are checked before Ray starts, and none imports Megatron."""
 
 from nemo_offload_rl.backends.megatron.rules import activations, model, optimizer
-from nemo_offload_rl.backends.megatron.rules.base import for_megatron
+from nemo_offload_rl.backends.megatron.rules.base import megatron_rules
 from nemo_offload_rl.backends.megatron.supported import KEY
 from nemo_offload_rl.keys.master import PolicyRun, Rule
 from nemo_offload_rl.keys.megatron import MegatronConfig
@@ -17,5 +17,5 @@ def megatron_trains_on_gpus(cfg: PolicyRun, megatron: MegatronConfig) -> str | N
     return None
 
 
-AVAILABILITY = for_megatron(megatron_trains_on_gpus)
+AVAILABILITY = megatron_rules(__name__)
 RULES: tuple[Rule[PolicyRun], ...] = (*model.RULES, *optimizer.RULES, *activations.RULES)

@@ -7,7 +7,7 @@ Unchecked mistakes fail deep inside a training step, or silently move nothing.
 from collections.abc import Sequence
 
 from nemo_offload_rl.backends.hf.model_folder import local_model_config
-from nemo_offload_rl.backends.megatron.rules.base import for_megatron
+from nemo_offload_rl.backends.megatron.rules.base import megatron_rules
 from nemo_offload_rl.backends.megatron.supported import KEY
 from nemo_offload_rl.keys.master import PolicyRun
 from nemo_offload_rl.keys.megatron import OFFLOAD_VARIABLE, MegatronConfig
@@ -187,17 +187,4 @@ def _unknown_name(key: str, names: Sequence[str], known: tuple[str, ...]) -> str
     return None
 
 
-RULES = for_megatron(
-    activation_offloading_names_its_modules,
-    activation_offloading_knows_its_modules,
-    recomputation_knows_its_modules,
-    recomputed_modules_exist,
-    offloaded_projection_needs_its_attention,
-    offloaded_experts_exist,
-    offloaded_norms_exist,
-    activation_offloading_needs_transformer_engine,
-    activation_offloading_excludes_full_recomputation,
-    recomputed_modules_are_not_offloaded,
-    offload_variable_is_left_alone,
-    megatron_cuda_graphs_are_off,
-)
+RULES = megatron_rules(__name__)

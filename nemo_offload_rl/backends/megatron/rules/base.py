@@ -3,22 +3,19 @@
 from collections.abc import Callable
 from functools import wraps
 
-from nemo_offload_rl.keys.master import PolicyRun, Rule
+from nemo_offload_rl.keys.master import PolicyRun, Rule, rules_in
 from nemo_offload_rl.keys.megatron import MegatronConfig
 
-type MegatronRule = Callable[[PolicyRun, MegatronConfig], str | None]
-"""From a run and its `policy.megatron_cfg` to one message (fact, reason, fix) or None."""
+
+def megatron_rules(module: str) -> tuple[Rule[PolicyRun], ...]:
+    """List a module's rules, of a run and its `policy.megatron_cfg`; they are checked only if Megatron is enabled."""
+    return tuple(map(_of_run, rules_in(module, PolicyRun, MegatronConfig)))
 
 
-def for_megatron(*rules: MegatronRule) -> tuple[Rule[PolicyRun], ...]:
-    """Return rules that are checked only if Megatron is the enabled backend."""
+def _of_run(rule: Callable[[PolicyRun, MegatronConfig], str | None]) -> Rule[PolicyRun]:
+    @wraps(rule)
+    def checked(cfg: PolicyRun) -> str | None:
+        backend = cfg.policy.backend
+        return rule(cfg, backend) if isinstance(backend, MegatronConfig) else None
 
-    def of_run(rule: MegatronRule) -> Rule[PolicyRun]:
-        @wraps(rule)
-        def checked(cfg: PolicyRun) -> str | None:
-            backend = cfg.policy.backend
-            return rule(cfg, backend) if isinstance(backend, MegatronConfig) else None
-
-        return checked
-
-    return tuple(map(of_run, rules))
+    return checked

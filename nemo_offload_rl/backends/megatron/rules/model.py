@@ -2,7 +2,7 @@
 
 from nemo_offload_rl.backends.alternatives import advice
 from nemo_offload_rl.backends.hf.model_folder import local_model_config
-from nemo_offload_rl.backends.megatron.rules.base import for_megatron
+from nemo_offload_rl.backends.megatron.rules.base import megatron_rules
 from nemo_offload_rl.backends.megatron.supported import (
     KEY,
     fusion_problem,
@@ -320,28 +320,4 @@ def deferred_logits_need_chunks(cfg: PolicyRun, megatron: MegatronConfig) -> str
     )
 
 
-RULES = for_megatron(
-    megatron_sizes_divide_the_world,
-    megatron_expert_sizes_divide_the_world,
-    megatron_experts_can_be_dealt_out,
-    megatron_tensor_parallel_experts_need_sequence_parallel,
-    megatron_experts_are_not_gathered_over_devices,
-    flexible_dispatch_needs_several_devices,
-    router_losses_need_experts,
-    losses_of_sequences_need_padded_batches,
-    updated_expert_biases_exist,
-    megatron_layers_divide_over_devices,
-    megatron_splits_the_layers_of_the_family,
-    megatron_layers_divide_over_stages,
-    megatron_takes_the_whole_model,
-    fused_rotary_embeddings_have_no_factor,
-    megatron_sequence_parallel_needs_tensor_parallel,
-    megatron_lengths_can_be_split,
-    local_layers_take_padded_batches,
-    local_layers_keep_sequences_whole,
-    local_layers_have_no_precision_aware_optimizer,
-    eight_bit_layers_are_transformer_engines,
-    eight_bit_products_have_whole_blocks,
-    cleared_fp8_caches_exist,
-    deferred_logits_need_chunks,
-)
+RULES = megatron_rules(__name__)

@@ -4,7 +4,7 @@ from fnmatch import fnmatchcase
 
 from nemo_offload_rl.backends.hf.model_folder import local_model_config
 from nemo_offload_rl.backends.megatron.optimizer_spec import OPTIMIZERS, names_of
-from nemo_offload_rl.backends.megatron.rules.base import for_megatron
+from nemo_offload_rl.backends.megatron.rules.base import megatron_rules
 from nemo_offload_rl.backends.megatron.supported import KEY, PEFT, adapters_problem
 from nemo_offload_rl.keys.master import PolicyRun
 from nemo_offload_rl.keys.megatron import MEGATRON_ADAPTED_LAYERS, MegatronConfig
@@ -274,23 +274,4 @@ def _fits_layers_only(pattern: str, num_layers: int) -> bool:
     return any(fnmatchcase(name, pattern) for name in layers) and not any(fnmatchcase(name, pattern) for name in others)
 
 
-RULES = for_megatron(
-    megatron_precision_is_said_once,
-    megatron_optimizer_lives_in_one_place,
-    megatron_offload_fraction_is_positive,
-    megatron_overlap_needs_cpu_offload,
-    megatron_offload_needs_the_distributed_optimizer,
-    megatron_offloaded_states_are_shards,
-    megatron_precision_aware_optimizer_is_available,
-    megatron_distributed_optimizer_can_be_sharded,
-    megatron_cpu_offload_is_precision_aware,
-    megatron_cpu_offload_needs_half_precision,
-    megatron_16_bit_moments_are_transformer_engines,
-    megatron_learning_rates_are_in_order,
-    megatron_weight_decay_does_not_fall,
-    megatron_parameter_gather_overlaps_only_shards,
-    megatron_adapters_need_whole_dense_models,
-    megatron_adapters_stand_alone,
-    megatron_adapters_have_their_layers,
-    megatron_adapters_name_their_layers,
-)
+RULES = megatron_rules(__name__)
