@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 import uuid
@@ -73,7 +72,6 @@ class RayGenerationEngine:
         # Waited for before `build`: an asynchronous engine runs calls in threads, and no two may import vLLM together.
         self._import = None if begins else self._group.start_before_build(IMPORT_ENGINE)
         self._tp_size = tp_size
-        self._turn = itertools.cycle(range(num_engines))
         self._loads = EngineLoads(num_engines)
 
     @property
@@ -149,15 +147,6 @@ class RayGenerationEngine:
             began_s = time.monotonic()
             yield found
             away_s = time.monotonic() - began_s
-
-    async def generate_async(
-        self, prompt: Sequence[int], sampling: SamplingSettings, num_samples: int = 1
-    ) -> list[Completion]:
-        """Generate completions of one prompt on the next engine in turn; calls overlap only with `async_engine`."""
-        results = await self._group.run_one(
-            next(self._turn), VllmEngine.generate, [list(prompt)], sampling, num_samples
-        )
-        return results[0]
 
     def open_rollouts(self, sampling: Sequence[SamplingSettings]) -> list[str]:
         """Open a rollout for each sampling, on the engines in turn; return each base URL for a client of OpenAI's."""

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 import time
@@ -208,21 +207,6 @@ class RayWorkerGroup:
         ref = actors[rank].call.remote(method.__name__, (args, kwargs))
         return self._results(PendingCall(method.__name__, (ref,), rank))[0]
 
-    async def run_one[**P, R](self, rank: int, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call `method` on one rank without blocking the event loop."""
-        self.wait_until_ready()
-        name = method.__name__
-        answer = asyncio.wrap_future(self._actors[rank].call.remote(name, (args, kwargs)).future())
-        watch = self._watch(name)
-        while not (await asyncio.wait([answer], timeout=TICK_S))[0]:
-            self._tick(watch, [rank])
-        watch.answered()
-        try:
-            outcome = answer.result()
-        except RayError as error:
-            raise original_error(error, self._label_with_host(rank), name) from None
-        return self._values({rank: outcome})[0]
-
     def start_all[**P, R](self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> Callable[[], list[R]]:
         """See `WorkerGroup`.
 
@@ -234,8 +218,16 @@ class RayWorkerGroup:
         return partial(self._results, PendingCall(method.__name__, refs))
 
     def _results(self, call: PendingCall) -> list[Any]:
-        """Wait for a call, and log the warnings of the workers."""
-        return self._values(dict(enumerate(self._collect(call), call.first_rank)))
+        """Wait for a call, log the workers' warnings, each once for all ranks, and return the results by rank."""
+        outcomes: dict[int, Outcome] = dict(enumerate(self._collect(call), call.first_rank))
+        ranks_of: dict[str, list[int]] = {}
+        for rank, outcome in outcomes.items():
+            for message in outcome.warnings:
+                ranks_of.setdefault(message, []).append(rank)
+        for message, ranks in ranks_of.items():
+            others = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
+            logger.warning("%s%s: %s", self.label(ranks[0]), others, message)
+        return [outcome.value for outcome in outcomes.values()]
 
     def settle(self, timeout_s: float) -> bool:
         """See `WorkerGroup`; also False if a worker has died."""
@@ -261,17 +253,6 @@ class RayWorkerGroup:
         for process in alive:
             logger.warning("%s (pid %d) did not end when asked to, and is killed", self._spec.name, process.pid)
             process.kill()
-
-    def _values(self, outcomes: Mapping[int, Outcome]) -> list[Any]:
-        """Log warnings, once for all ranks, and return the results by rank."""
-        ranks_of: dict[str, list[int]] = {}
-        for rank, outcome in outcomes.items():
-            for message in outcome.warnings:
-                ranks_of.setdefault(message, []).append(rank)
-        for message, ranks in ranks_of.items():
-            others = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
-            logger.warning("%s%s: %s", self.label(ranks[0]), others, message)
-        return [outcome.value for outcome in outcomes.values()]
 
     def label(self, rank: int) -> str:
         """Return name and number of a worker, for messages."""

@@ -6,7 +6,6 @@ them are the real ones; only the processes are missing.
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -39,7 +38,7 @@ class LocalEngine(RayGenerationEngine):
 
     def __init__(self, settings: VllmSettings) -> None:
         self._group = LocalWorkerGroup(engine_here(settings))
-        self._tp_size, self._turn, self._loads = 1, itertools.cycle([0]), EngineLoads(1)
+        self._tp_size, self._loads = 1, EngineLoads(1)
 
     def wait_until_ready(self) -> None:
         """It is."""

@@ -93,21 +93,6 @@ class AsyncVllmEngine(VllmEngineBase):
                 if self._server is None:
                     self.shutdown()
 
-    async def generate_async(
-        self, prompt: Sequence[int], sampling: SamplingSettings, num_samples: int = 1
-    ) -> list[Completion]:
-        """Sample completions of one prompt. Calls may overlap; cancelling one aborts its request.
-
-        Raises:
-            DataError: The prompt is empty or leaves no room for a token.
-            RuntimeError: The engine sleeps, or its weights are not valid.
-        """
-        self.check_ready()
-        check_prompts([prompt], self._settings.max_model_len)
-        coroutine = self._one(prompt, self.effective(sampling), num_samples, position=0)
-        with self.deaths_told():
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
-
     def record_logprobs(self, on: bool) -> None:
         super().record_logprobs(on)
         self._answers.records_logprobs = self._records_logprobs
@@ -126,7 +111,6 @@ class AsyncVllmEngine(VllmEngineBase):
         return [completion for (completion,) in self._wait(all_of_them())]
 
     def abort_generation(self) -> None:
-
         async def abort() -> None:
             # A pause tells all tokens, which vLLM's aborts do not have (`decode_steps.py`).
             await self._engine.pause_generation(mode="keep", clear_cache=False)
@@ -146,7 +130,6 @@ class AsyncVllmEngine(VllmEngineBase):
         self._wait(hold())
 
     def resume_generation(self) -> None:
-
         async def go_on() -> None:
             await self._engine.resume_generation()
             self._served.runs.set()

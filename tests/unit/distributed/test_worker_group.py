@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import signal
@@ -227,16 +226,6 @@ def test_a_stopped_worker_is_named_and_ended(limited: RayWorkerGroup, caplog: py
     assert re.search(rf"echo worker 1:\nno stacks; stopped by a signal .* process {stopped}", caplog.text)
     limited.shutdown()
     assert not psutil.pid_exists(stopped)
-
-
-async def _greet(workers: RayWorkerGroup) -> None:
-    await workers.run_one(0, EchoWorker.greet)
-
-
-def test_a_stopped_worker_ends_a_coroutine_that_waits_for_it(limited: RayWorkerGroup) -> None:
-    os.kill(limited.pids()[0], signal.SIGSTOP)
-    with pytest.raises(WorkerHungError, match=r"^echo worker 0 has not answered: greet"):
-        asyncio.run(_greet(limited))
 
 
 class _OneWorker:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -68,14 +68,15 @@ def test_overlapping_requests_of_an_engine_over_two_devices_use_the_refitted_wei
     engine = RayGenerationEngine(cluster, settings)
     policy = RefitPolicy("qwen3")
 
-    async def ask_all() -> list[list[int]]:
-        answers = await asyncio.gather(*(engine.generate_async(prompt, GREEDY) for prompt in PROMPTS))
-        return [completion.token_ids for (completion,) in answers]
+    def ask_all() -> list[list[int]]:
+        with ThreadPoolExecutor() as threads:
+            answers = list(threads.map(lambda prompt: engine.generate([prompt], GREEDY), PROMPTS))
+        return [completion.token_ids for ((completion,),) in answers]
 
     for seed in (1, 2):
         policy.set_weights(seed)
         refit(policy, engine)
-        answers = asyncio.run(ask_all())
+        answers = ask_all()
         assert answers == token_ids(engine.generate(PROMPTS, GREEDY))
         chunks = engine.generate_as_finished(PROMPTS, [[GREEDY]] * 3)
         found = {(place, number): one.token_ids for chunk in chunks for place, number, one in chunk}
@@ -93,7 +94,7 @@ def test_overlapping_requests_of_an_engine_over_two_devices_use_the_refitted_wei
         assert call.weight_version == 2
         assert engine.generate([call.prompt_token_ids], GREEDY) == [[call.completion]]
     with pytest.raises(DataError, match="is empty"):
-        asyncio.run(engine.generate_async([], GREEDY))
+        engine.generate([[]], GREEDY)
 
     (pid,) = engine.group.pids()
     core = core_of(pid)
@@ -119,7 +120,7 @@ def test_overlapping_requests_of_an_engine_over_two_devices_use_the_refitted_wei
         engine.generate(PROMPTS, GREEDY)
     assert engine.group.has_raised(died.value)  # what a restart of the engine asks for
     with pytest.raises(WorkerDiedError, match=CORE_DIED):
-        asyncio.run(ask_all())
+        ask_all()
     with pytest.raises(WorkerDiedError, match=CORE_DIED):
         list(engine.generate_as_finished(PROMPTS, [[GREEDY]] * 3))
 
