@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from inspect import isfunction
-from typing import Annotated, Any, Protocol, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 from nemo_offload_rl.keys.data import (
     DataConfig,
@@ -193,20 +193,6 @@ def rules_in(module: str, *kinds: Any) -> tuple[Callable[..., str | None], ...]:
     own = {name: value for name, value in vars(sys.modules[module]).items() if not name.startswith("_")}
     functions = [value for value in own.values() if isfunction(value) and value.__module__ == module]
     return tuple(filter(is_rule, functions))
-
-
-class PolicyRun(Protocol):
-    """The part of a run's configuration that the rules of a backend read."""
-
-    @property
-    def policy(self) -> TrainedPolicyConfig:
-        """The section `policy`."""
-        ...
-
-    @property
-    def cluster(self) -> ClusterConfig:
-        """The section `cluster`."""
-        ...
 
 
 EXEMPLARS: dict[type, str] = {

@@ -17,7 +17,7 @@ from nemo_offload_rl.backends.dtensor.supported import (
 )
 from nemo_offload_rl.backends.hf.model_folder import local_model_config
 from nemo_offload_rl.keys.dtensor import DTensorConfig
-from nemo_offload_rl.keys.master import PolicyRun, Rule, rules_in
+from nemo_offload_rl.keys.master import Rule, RunConfig, rules_in
 from nemo_offload_rl.keys.policy import TrainedPolicyConfig
 from nemo_offload_rl.models.families import DTENSOR, dropout_rates, has_shared_keys
 
@@ -156,31 +156,31 @@ def host_held_training_excludes_offload_keys(policy: TrainedPolicyConfig) -> str
     return None
 
 
-def parallel_sizes_divide_the_world(cfg: PolicyRun) -> str | None:
+def parallel_sizes_divide_the_world(cfg: RunConfig) -> str | None:
     """DTensor's tensor and context sizes, multiplied, divide the workers; its expert size, the data-parallel ones."""
     dtensor = cfg.policy.dtensor_cfg
     return sizes_problem(dtensor, cfg.cluster.world_size) if dtensor.enabled else None
 
 
-def _trained_model(cfg: PolicyRun) -> Mapping[str, Any] | None:
+def _trained_model(cfg: RunConfig) -> Mapping[str, Any] | None:
     """Return the model's config.json; None if it is not known, or this backend does not train the model."""
     model = local_model_config(cfg) if cfg.policy.dtensor_cfg.enabled else None
     return None if model is None or unsupported(model) else model
 
 
-def rows_of_the_model_can_be_shared(cfg: PolicyRun) -> str | None:
+def rows_of_the_model_can_be_shared(cfg: RunConfig) -> str | None:
     """DTensor's context parallelism excludes attention with soft-caps or sinks, and changing rotary frequencies."""
     model, size = _trained_model(cfg), cfg.policy.dtensor_cfg.context_parallel_size
     return None if model is None else context_problem(model, size, cfg.policy.max_total_sequence_length)
 
 
-def sequence_parallelism_splits_the_model(cfg: PolicyRun) -> str | None:
+def sequence_parallelism_splits_the_model(cfg: RunConfig) -> str | None:
     """DTensor's `sequence_parallel` needs a model whose attention and MLPs each end with one row-wise split."""
     model = _trained_model(cfg) if cfg.policy.dtensor_cfg.sequence_parallel else None
     return None if model is None else sequence_problem(model, declared_plan(model["model_type"]))
 
 
-def host_held_training_has_one_worker(cfg: PolicyRun) -> str | None:
+def host_held_training_has_one_worker(cfg: RunConfig) -> str | None:
     """`cpu_offload` needs a run with one policy worker."""
     return one_worker_problem(cfg.policy, cfg.cluster.world_size) if cfg.policy.dtensor_cfg.enabled else None
 
@@ -195,13 +195,13 @@ def one_worker_problem(policy: TrainedPolicyConfig, num_workers: int) -> str | N
     return None
 
 
-def host_held_training_draws_nothing(cfg: PolicyRun) -> str | None:
+def host_held_training_draws_nothing(cfg: RunConfig) -> str | None:
     """`cpu_offload` excludes dropout."""
     model = _trained_model(cfg) if cfg.policy.dtensor_cfg.cpu_offload and cfg.policy.dropout else None
     return DROPS_AT_RANDOM if model is not None and dropout_rates(model) else None
 
 
-def host_held_layers_pass_on_hidden_states(cfg: PolicyRun) -> str | None:
+def host_held_layers_pass_on_hidden_states(cfg: RunConfig) -> str | None:
     """`cpu_offload` excludes models whose layers share keys and values (Gemma 4 E2B and E4B)."""
     model = _trained_model(cfg) if cfg.policy.dtensor_cfg.cpu_offload else None
     if model is None or not has_shared_keys(model):
@@ -212,7 +212,7 @@ def host_held_layers_pass_on_hidden_states(cfg: PolicyRun) -> str | None:
     )
 
 
-def dtensor_trains_the_model(cfg: PolicyRun) -> str | None:
+def dtensor_trains_the_model(cfg: RunConfig) -> str | None:
     """The DTensor backend trains the families of [Models](../models.md), unless their weights are quantized."""
     model = local_model_config(cfg)
     if not cfg.policy.dtensor_cfg.enabled or model is None or (reason := unsupported(model)) is None:
@@ -223,14 +223,14 @@ def dtensor_trains_the_model(cfg: PolicyRun) -> str | None:
     )
 
 
-def tensor_parallelism_splits_the_model(cfg: PolicyRun) -> str | None:
+def tensor_parallelism_splits_the_model(cfg: RunConfig) -> str | None:
     """DTensor's tensor-parallel size divides the model's heads, MLP channels and vocabulary."""
     size = cfg.policy.dtensor_cfg.tensor_parallel_size
     model = _trained_model(cfg) if size > 1 else None
     return None if model is None else split_problem(model, declared_plan(model["model_type"]), size)
 
 
-def experts_divide_over_devices(cfg: PolicyRun) -> str | None:
+def experts_divide_over_devices(cfg: RunConfig) -> str | None:
     """DTensor's expert parallelism needs a number of experts that it divides, and excludes tensor parallelism."""
     model, dtensor = _trained_model(cfg), cfg.policy.dtensor_cfg
     if model is None:
@@ -242,12 +242,12 @@ POLICY_RULES = rules_in(__name__, TrainedPolicyConfig)
 """Rules between keys of `policy`; the backend checks them again, for settings that no rule has seen."""
 
 
-def _of_run(rule: Callable[[TrainedPolicyConfig], str | None]) -> Rule[PolicyRun]:
+def _of_run(rule: Callable[[TrainedPolicyConfig], str | None]) -> Rule[RunConfig]:
     @wraps(rule)
-    def of_run(cfg: PolicyRun) -> str | None:
+    def of_run(cfg: RunConfig) -> str | None:
         return rule(cfg.policy) if cfg.policy.dtensor_cfg.enabled else None
 
     return of_run
 
 
-RULES = (*map(_of_run, POLICY_RULES), *rules_in(__name__, PolicyRun))
+RULES = (*map(_of_run, POLICY_RULES), *rules_in(__name__, RunConfig))

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from nemo_offload_rl.data.readers import quiet_hub
 from nemo_offload_rl.errors import UserError, first_line
-from nemo_offload_rl.keys.master import PolicyRun
+from nemo_offload_rl.keys.master import RunConfig
 from nemo_offload_rl.models.shape import ModelShape
 from nemo_offload_rl.models.towers import language_config
 
@@ -167,7 +167,7 @@ def _check_whole(path: Path) -> None:
         raise UserError(f"{path} is not a complete safetensors file ({error}); copy it again") from error
 
 
-def local_model_config(cfg: PolicyRun) -> Mapping[str, Any] | None:
+def local_model_config(cfg: RunConfig) -> Mapping[str, Any] | None:
     """Return `local_config` of the policy's model."""
     return local_config(cfg.policy.model_name, cfg.policy.hf_config_overrides)
 

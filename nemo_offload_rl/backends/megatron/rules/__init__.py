@@ -3,11 +3,11 @@
 from nemo_offload_rl.backends.megatron.rules import activations, model, optimizer
 from nemo_offload_rl.backends.megatron.rules.base import megatron_rules
 from nemo_offload_rl.backends.megatron.supported import KEY
-from nemo_offload_rl.keys.master import PolicyRun, Rule
+from nemo_offload_rl.keys.master import Rule, RunConfig
 from nemo_offload_rl.keys.megatron import MegatronConfig
 
 
-def megatron_trains_on_gpus(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def megatron_trains_on_gpus(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """The Megatron backend needs GPUs."""
     if cfg.cluster.gpus_per_node == 0:
         return (
@@ -18,4 +18,4 @@ def megatron_trains_on_gpus(cfg: PolicyRun, megatron: MegatronConfig) -> str | N
 
 
 AVAILABILITY = megatron_rules(__name__)
-RULES: tuple[Rule[PolicyRun], ...] = (*model.RULES, *optimizer.RULES, *activations.RULES)
+RULES: tuple[Rule[RunConfig], ...] = (*model.RULES, *optimizer.RULES, *activations.RULES)

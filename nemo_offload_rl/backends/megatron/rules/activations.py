@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from nemo_offload_rl.backends.hf.model_folder import local_model_config
 from nemo_offload_rl.backends.megatron.rules.base import megatron_rules
 from nemo_offload_rl.backends.megatron.supported import KEY
-from nemo_offload_rl.keys.master import PolicyRun
+from nemo_offload_rl.keys.master import RunConfig
 from nemo_offload_rl.keys.megatron import OFFLOAD_VARIABLE, MegatronConfig
 from nemo_offload_rl.models.shape import ModelShape
 from nemo_offload_rl.utils.config import nearest_key
@@ -26,7 +26,7 @@ def _offloaded(megatron: MegatronConfig) -> set[str]:
     return {*(megatron.offload_modules or ())} if megatron.fine_grained_activation_offloading else set()
 
 
-def activation_offloading_names_its_modules(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def activation_offloading_names_its_modules(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """`fine_grained_activation_offloading` needs `offload_modules`."""
     if megatron.fine_grained_activation_offloading and not megatron.offload_modules:
         return (
@@ -36,17 +36,17 @@ def activation_offloading_names_its_modules(cfg: PolicyRun, megatron: MegatronCo
     return None
 
 
-def activation_offloading_knows_its_modules(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def activation_offloading_knows_its_modules(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """`offload_modules` has names of modules that megatron-core offloads."""
     return _unknown_name("offload_modules", megatron.offload_modules or (), (*DENSE_MODULES, *EXPERT_MODULES))
 
 
-def recomputation_knows_its_modules(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def recomputation_knows_its_modules(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """`recompute_modules` has names of modules that megatron-core recomputes."""
     return _unknown_name("recompute_modules", megatron.recompute_modules or (), RECOMPUTE_MODULES)
 
 
-def recomputed_modules_exist(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def recomputed_modules_exist(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """Selective recomputation names at least one module, and the model has each of them."""
     model = local_model_config(cfg)
     if not megatron.activation_checkpointing or megatron.recompute_granularity != "selective":
@@ -75,7 +75,7 @@ def recomputed_modules_exist(cfg: PolicyRun, megatron: MegatronConfig) -> str | 
     return None
 
 
-def offloaded_projection_needs_its_attention(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def offloaded_projection_needs_its_attention(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """`offload_modules` with `attn_proj` needs `core_attn` too."""
     modules = _offloaded(megatron)
     if "attn_proj" in modules and "core_attn" not in modules:
@@ -86,7 +86,7 @@ def offloaded_projection_needs_its_attention(cfg: PolicyRun, megatron: MegatronC
     return None
 
 
-def offloaded_experts_exist(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def offloaded_experts_exist(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """`offload_modules` of experts need a mixture-of-experts model."""
     model = local_model_config(cfg)
     found = sorted(_offloaded(megatron) & {*EXPERT_MODULES})
@@ -98,7 +98,7 @@ def offloaded_experts_exist(cfg: PolicyRun, megatron: MegatronConfig) -> str | N
     return None
 
 
-def offloaded_norms_exist(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def offloaded_norms_exist(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """`offload_modules` has no norm that Transformer Engine computes inside the product after it."""
     model, modules = local_model_config(cfg), _offloaded(megatron)
     if model is None:
@@ -116,7 +116,7 @@ def offloaded_norms_exist(cfg: PolicyRun, megatron: MegatronConfig) -> str | Non
     return None
 
 
-def activation_offloading_needs_transformer_engine(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def activation_offloading_needs_transformer_engine(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """`fine_grained_activation_offloading` needs `transformer_impl: transformer_engine`."""
     if megatron.fine_grained_activation_offloading and megatron.transformer_impl != "transformer_engine":
         return (
@@ -127,7 +127,7 @@ def activation_offloading_needs_transformer_engine(cfg: PolicyRun, megatron: Meg
     return None
 
 
-def activation_offloading_excludes_full_recomputation(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def activation_offloading_excludes_full_recomputation(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """`fine_grained_activation_offloading` excludes recomputing whole layers."""
     recomputes = megatron.activation_checkpointing and megatron.recompute_granularity == "full"
     if megatron.fine_grained_activation_offloading and recomputes:
@@ -138,7 +138,7 @@ def activation_offloading_excludes_full_recomputation(cfg: PolicyRun, megatron: 
     return None
 
 
-def recomputed_modules_are_not_offloaded(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def recomputed_modules_are_not_offloaded(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """A module is offloaded or recomputed, not both."""
     if not megatron.activation_checkpointing:
         return None
@@ -157,7 +157,7 @@ def recomputed_modules_are_not_offloaded(cfg: PolicyRun, megatron: MegatronConfi
     return None
 
 
-def offload_variable_is_left_alone(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def offload_variable_is_left_alone(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """`env_vars` does not change the environment variable that activation offloading needs."""
     value = (megatron.env_vars or {}).get(OFFLOAD_VARIABLE, "1")
     if megatron.fine_grained_activation_offloading and value != "1":
@@ -168,7 +168,7 @@ def offload_variable_is_left_alone(cfg: PolicyRun, megatron: MegatronConfig) -> 
     return None
 
 
-def megatron_cuda_graphs_are_off(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def megatron_cuda_graphs_are_off(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """`cuda_graph_impl` is `none`, since offloaded memory comes back at other addresses."""
     if megatron.cuda_graph_impl != "none":
         return (

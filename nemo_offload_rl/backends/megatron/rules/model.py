@@ -12,7 +12,7 @@ from nemo_offload_rl.backends.megatron.supported import (
     unsupported,
 )
 from nemo_offload_rl.errors import division_problem
-from nemo_offload_rl.keys.master import PolicyRun
+from nemo_offload_rl.keys.master import RunConfig
 from nemo_offload_rl.keys.megatron import MegatronConfig
 from nemo_offload_rl.models.families import MEGATRON, has_expert_bias
 from nemo_offload_rl.models.rope import attention_factor, rope_settings, rope_type
@@ -21,12 +21,12 @@ from nemo_offload_rl.models.shape import ModelShape
 _DIVISOR = "use a divisor of that number"
 
 
-def megatron_sizes_divide_the_world(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def megatron_sizes_divide_the_world(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """The product of Megatron's tensor, pipeline and context parallel sizes divides the number of policy workers."""
     return sizes_problem(megatron, cfg.cluster.world_size)
 
 
-def megatron_expert_sizes_divide_the_world(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def megatron_expert_sizes_divide_the_world(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """The product of Megatron's two expert sizes and pipeline size divides the number of policy workers."""
     sizes = {
         f"{KEY}.expert_model_parallel_size": megatron.expert_model_parallel_size,
@@ -37,7 +37,7 @@ def megatron_expert_sizes_divide_the_world(cfg: PolicyRun, megatron: MegatronCon
     return division_problem(sizes, cfg.cluster.world_size, what, "change one of them")
 
 
-def megatron_experts_can_be_dealt_out(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def megatron_experts_can_be_dealt_out(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """Megatron's expert parallelism needs a mixture-of-experts model, and a size that divides its experts."""
     if (model := local_model_config(cfg)) is None:
         return None
@@ -51,7 +51,7 @@ def megatron_experts_can_be_dealt_out(cfg: PolicyRun, megatron: MegatronConfig) 
     return division_problem({f"{KEY}.expert_model_parallel_size": size}, experts, what, _DIVISOR)
 
 
-def megatron_tensor_parallel_experts_need_sequence_parallel(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def megatron_tensor_parallel_experts_need_sequence_parallel(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """On Megatron, tensor parallelism of a mixture-of-experts model needs sequence parallelism."""
     model, size = local_model_config(cfg), megatron.tensor_model_parallel_size
     if megatron.sequence_parallel or size == 1:
@@ -64,7 +64,7 @@ def megatron_tensor_parallel_experts_need_sequence_parallel(cfg: PolicyRun, mega
     return None
 
 
-def megatron_experts_are_not_gathered_over_devices(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def megatron_experts_are_not_gathered_over_devices(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """`moe_token_dispatcher_type: allgather` excludes expert parallelism, as devices have unequal numbers of tokens."""
     if megatron.moe_token_dispatcher_type == "allgather" and megatron.expert_model_parallel_size > 1:
         return (
@@ -74,7 +74,7 @@ def megatron_experts_are_not_gathered_over_devices(cfg: PolicyRun, megatron: Meg
     return None
 
 
-def flexible_dispatch_needs_several_devices(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def flexible_dispatch_needs_several_devices(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """`moe_token_dispatcher_type: flex` needs experts on several devices."""
     model = local_model_config(cfg)
     if megatron.moe_token_dispatcher_type != "flex":
@@ -89,7 +89,7 @@ def flexible_dispatch_needs_several_devices(cfg: PolicyRun, megatron: MegatronCo
     return None
 
 
-def router_losses_need_experts(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def router_losses_need_experts(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """An auxiliary loss of routers needs a model with experts, and a coefficient above 0."""
     model, kind = local_model_config(cfg), megatron.moe_router_load_balancing_type
     if kind == "none":
@@ -107,7 +107,7 @@ def router_losses_need_experts(cfg: PolicyRun, megatron: MegatronConfig) -> str 
     return None
 
 
-def losses_of_sequences_need_padded_batches(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def losses_of_sequences_need_padded_batches(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """`moe_router_load_balancing_type: seq_aux_loss` needs padded rows."""
     if megatron.moe_router_load_balancing_type != "seq_aux_loss" or not cfg.policy.sequence_packing.enabled:
         return None
@@ -117,7 +117,7 @@ def losses_of_sequences_need_padded_batches(cfg: PolicyRun, megatron: MegatronCo
     )
 
 
-def updated_expert_biases_exist(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def updated_expert_biases_exist(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """`moe_router_bias_update_rate` above 0 needs a model with expert biases, and excludes adapters."""
     model = local_model_config(cfg)
     if (rate := megatron.moe_router_bias_update_rate) == 0:
@@ -135,7 +135,7 @@ def updated_expert_biases_exist(cfg: PolicyRun, megatron: MegatronConfig) -> str
     return None
 
 
-def megatron_layers_divide_over_devices(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def megatron_layers_divide_over_devices(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """Megatron's tensor-parallel size fits the model's attention heads, MLPs and vocabulary."""
     if (model := local_model_config(cfg)) is None:
         return None
@@ -163,7 +163,7 @@ def megatron_layers_divide_over_devices(cfg: PolicyRun, megatron: MegatronConfig
     return None
 
 
-def megatron_splits_the_layers_of_the_family(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def megatron_splits_the_layers_of_the_family(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """Megatron's tensor parallelism excludes some families; layers with states exclude context parallelism."""
     if (model := local_model_config(cfg)) is None:
         return None
@@ -171,7 +171,7 @@ def megatron_splits_the_layers_of_the_family(cfg: PolicyRun, megatron: MegatronC
     return tensor_parallel_problem(model, size, is_local=is_local) or states_problem(model, megatron)
 
 
-def megatron_layers_divide_over_stages(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def megatron_layers_divide_over_stages(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """Pipeline stages share the layers evenly, except a first and a last stage whose size is set."""
     model = local_model_config(cfg)
     stages = megatron.pipeline_model_parallel_size
@@ -194,7 +194,7 @@ def megatron_layers_divide_over_stages(cfg: PolicyRun, megatron: MegatronConfig)
     return None
 
 
-def megatron_takes_the_whole_model(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def megatron_takes_the_whole_model(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """The Megatron backend refuses models that it does not implement completely."""
     model = local_model_config(cfg)
     if model is None or (reason := unsupported(model)) is None:
@@ -202,7 +202,7 @@ def megatron_takes_the_whole_model(cfg: PolicyRun, megatron: MegatronConfig) -> 
     return f"{KEY}.enabled is true, but config.json of {cfg.policy.model_name} has {reason}; {advice(model, MEGATRON)}"
 
 
-def fused_rotary_embeddings_have_no_factor(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def fused_rotary_embeddings_have_no_factor(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """`apply_rope_fusion` excludes rotary embeddings with an attention factor, which the fused kernel ignores."""
     model = local_model_config(cfg)
     if model is None or megatron.transformer_impl == "local" or not megatron.apply_rope_fusion or unsupported(model):
@@ -210,7 +210,7 @@ def fused_rotary_embeddings_have_no_factor(cfg: PolicyRun, megatron: MegatronCon
     return fusion_problem(rope_type(model), attention_factor(model, rope_settings(model)))
 
 
-def megatron_sequence_parallel_needs_tensor_parallel(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def megatron_sequence_parallel_needs_tensor_parallel(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """Megatron's `sequence_parallel` needs tensor parallelism."""
     if megatron.sequence_parallel and megatron.tensor_model_parallel_size == 1:
         return (
@@ -220,7 +220,7 @@ def megatron_sequence_parallel_needs_tensor_parallel(cfg: PolicyRun, megatron: M
     return None
 
 
-def megatron_lengths_can_be_split(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def megatron_lengths_can_be_split(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """`make_sequence_length_divisible_by` is a multiple of the pieces that Megatron cuts a row into."""
     multiple, context = cfg.policy.make_sequence_length_divisible_by, megatron.context_parallel_size
     # Each context-parallel rank takes an early and a late piece, so that all have equal work in causal attention.
@@ -238,7 +238,7 @@ def megatron_lengths_can_be_split(cfg: PolicyRun, megatron: MegatronConfig) -> s
     return None
 
 
-def local_layers_take_padded_batches(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def local_layers_take_padded_batches(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """Megatron's `transformer_impl: local` excludes packed rows."""
     if megatron.transformer_impl != "local" or not cfg.policy.sequence_packing.enabled:
         return None
@@ -248,7 +248,7 @@ def local_layers_take_padded_batches(cfg: PolicyRun, megatron: MegatronConfig) -
     )
 
 
-def local_layers_keep_sequences_whole(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def local_layers_keep_sequences_whole(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """Megatron's `transformer_impl: local` excludes context parallelism."""
     if megatron.transformer_impl != "local" or megatron.context_parallel_size == 1:
         return None
@@ -258,7 +258,7 @@ def local_layers_keep_sequences_whole(cfg: PolicyRun, megatron: MegatronConfig) 
     )
 
 
-def local_layers_have_no_precision_aware_optimizer(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def local_layers_have_no_precision_aware_optimizer(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """Megatron's `transformer_impl: local` excludes the precision-aware optimizer, except on the CPU."""
     optimizer = megatron.optimizer
     if megatron.transformer_impl != "local" or optimizer.optimizer_cpu_offload:
@@ -271,7 +271,7 @@ def local_layers_have_no_precision_aware_optimizer(cfg: PolicyRun, megatron: Meg
     return None
 
 
-def eight_bit_layers_are_transformer_engines(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def eight_bit_layers_are_transformer_engines(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """8-bit layers need `transformer_impl: transformer_engine`."""
     if not megatron.fp8_cfg.enabled or megatron.transformer_impl != "local":
         return None
@@ -281,7 +281,7 @@ def eight_bit_layers_are_transformer_engines(cfg: PolicyRun, megatron: MegatronC
     )
 
 
-def eight_bit_products_have_whole_blocks(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def eight_bit_products_have_whole_blocks(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """With 8-bit layers, the model's sizes on each device are multiples of 16."""
     model = local_model_config(cfg)
     if model is None or not megatron.fp8_cfg.enabled:
@@ -300,7 +300,7 @@ def eight_bit_products_have_whole_blocks(cfg: PolicyRun, megatron: MegatronConfi
     return None
 
 
-def cleared_fp8_caches_exist(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def cleared_fp8_caches_exist(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """`fp8_cfg.force_clear_fp8_caches` needs 8-bit layers."""
     if megatron.fp8_cfg.enabled or not megatron.fp8_cfg.force_clear_fp8_caches:
         return None
@@ -310,7 +310,7 @@ def cleared_fp8_caches_exist(cfg: PolicyRun, megatron: MegatronConfig) -> str | 
     )
 
 
-def deferred_logits_need_chunks(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def deferred_logits_need_chunks(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """`defer_fp32_logits` needs `policy.logprob_chunk_size`."""
     if not megatron.defer_fp32_logits or cfg.policy.logprob_chunk_size is not None:
         return None

@@ -6,7 +6,7 @@ from nemo_offload_rl.backends.hf.model_folder import local_model_config
 from nemo_offload_rl.backends.megatron.optimizer_spec import OPTIMIZERS, names_of
 from nemo_offload_rl.backends.megatron.rules.base import megatron_rules
 from nemo_offload_rl.backends.megatron.supported import KEY, PEFT, adapters_problem
-from nemo_offload_rl.keys.master import PolicyRun
+from nemo_offload_rl.keys.master import RunConfig
 from nemo_offload_rl.keys.megatron import MEGATRON_ADAPTED_LAYERS, MegatronConfig
 from nemo_offload_rl.models.shape import ModelShape
 
@@ -18,7 +18,7 @@ def _yaml(value: bool) -> str:
     return str(value).lower()
 
 
-def megatron_precision_is_said_once(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def megatron_precision_is_said_once(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """Megatron's `optimizer.bf16` and `optimizer.fp16` agree with `policy.precision`."""
     optimizer, precision = megatron.optimizer, cfg.policy.precision
     bf16, fp16 = precision == "bfloat16", precision == "float16"
@@ -31,7 +31,7 @@ def megatron_precision_is_said_once(cfg: PolicyRun, megatron: MegatronConfig) ->
     )
 
 
-def megatron_optimizer_lives_in_one_place(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def megatron_optimizer_lives_in_one_place(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """Megatron's `optimizer_cpu_offload` excludes `offload_optimizer_states`."""
     if megatron.optimizer.optimizer_cpu_offload and megatron.optimizer.offload_optimizer_states:
         return (
@@ -41,7 +41,7 @@ def megatron_optimizer_lives_in_one_place(cfg: PolicyRun, megatron: MegatronConf
     return None
 
 
-def megatron_offload_fraction_is_positive(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def megatron_offload_fraction_is_positive(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """The share of Megatron's optimizer that is offloaded is above 0."""
     optimizer = megatron.optimizer
     fractions = {
@@ -56,7 +56,7 @@ def megatron_offload_fraction_is_positive(cfg: PolicyRun, megatron: MegatronConf
     return None
 
 
-def megatron_overlap_needs_cpu_offload(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def megatron_overlap_needs_cpu_offload(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """`overlap_cpu_optimizer_d2h_h2d` needs `optimizer_cpu_offload`."""
     if megatron.optimizer.overlap_cpu_optimizer_d2h_h2d and not megatron.optimizer.optimizer_cpu_offload:
         return (
@@ -66,7 +66,7 @@ def megatron_overlap_needs_cpu_offload(cfg: PolicyRun, megatron: MegatronConfig)
     return None
 
 
-def megatron_offload_needs_the_distributed_optimizer(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def megatron_offload_needs_the_distributed_optimizer(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """Offloading Megatron's optimizer needs `use_distributed_optimizer`."""
     for key in ("optimizer_cpu_offload", "offload_optimizer_states"):
         if getattr(megatron.optimizer, key) and not megatron.optimizer.use_distributed_optimizer:
@@ -77,7 +77,7 @@ def megatron_offload_needs_the_distributed_optimizer(cfg: PolicyRun, megatron: M
     return None
 
 
-def megatron_offloaded_states_are_shards(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def megatron_offloaded_states_are_shards(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """Megatron's `offload_optimizer_states` needs an optimizer that megatron-core can shard."""
     name = megatron.optimizer.optimizer
     if megatron.optimizer.offload_optimizer_states and not OPTIMIZERS[name].can_be_sharded:
@@ -89,7 +89,7 @@ def megatron_offloaded_states_are_shards(cfg: PolicyRun, megatron: MegatronConfi
     return None
 
 
-def megatron_precision_aware_optimizer_is_available(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def megatron_precision_aware_optimizer_is_available(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """`use_precision_aware_optimizer` needs a distributed optimizer that can be precision-aware."""
     optimizer = megatron.optimizer
     if not optimizer.use_precision_aware_optimizer:
@@ -103,7 +103,7 @@ def megatron_precision_aware_optimizer_is_available(cfg: PolicyRun, megatron: Me
     )
 
 
-def megatron_distributed_optimizer_can_be_sharded(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def megatron_distributed_optimizer_can_be_sharded(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """`use_distributed_optimizer` needs an optimizer that megatron-core can shard, or `optimizer_cpu_offload`."""
     name = megatron.optimizer.optimizer
     if megatron.optimizer.optimizer_cpu_offload or OPTIMIZERS[name].can_be_sharded:
@@ -116,7 +116,7 @@ def megatron_distributed_optimizer_can_be_sharded(cfg: PolicyRun, megatron: Mega
     return None
 
 
-def megatron_cpu_offload_is_precision_aware(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def megatron_cpu_offload_is_precision_aware(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """`optimizer_cpu_offload` needs `use_precision_aware_optimizer`, if the optimizer can be precision-aware."""
     optimizer = megatron.optimizer
     can_be = OPTIMIZERS[optimizer.optimizer].can_be_precision_aware
@@ -128,7 +128,7 @@ def megatron_cpu_offload_is_precision_aware(cfg: PolicyRun, megatron: MegatronCo
     return None
 
 
-def megatron_cpu_offload_needs_half_precision(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def megatron_cpu_offload_needs_half_precision(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """`optimizer_cpu_offload` excludes `policy.precision: float32`."""
     if megatron.optimizer.optimizer_cpu_offload and cfg.policy.precision == "float32":
         return (
@@ -138,7 +138,7 @@ def megatron_cpu_offload_needs_half_precision(cfg: PolicyRun, megatron: Megatron
     return None
 
 
-def megatron_16_bit_moments_are_transformer_engines(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def megatron_16_bit_moments_are_transformer_engines(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """16-bit moments need the precision-aware optimizer on the GPU, and the same type for both moments."""
     optimizer = megatron.optimizer
     types = {optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype}
@@ -159,7 +159,7 @@ def megatron_16_bit_moments_are_transformer_engines(cfg: PolicyRun, megatron: Me
     return None
 
 
-def megatron_learning_rates_are_in_order(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def megatron_learning_rates_are_in_order(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """Megatron's `optimizer.lr` is the highest rate of its schedule, and the warm-up ends before the decay."""
     rate, schedule = megatron.optimizer.lr, megatron.scheduler
     others = {
@@ -177,7 +177,7 @@ def megatron_learning_rates_are_in_order(cfg: PolicyRun, megatron: MegatronConfi
     return None
 
 
-def megatron_weight_decay_does_not_fall(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def megatron_weight_decay_does_not_fall(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """Megatron's weight decay stays, or rises if its style says so."""
     schedule = megatron.scheduler
     start, end, style = schedule.start_weight_decay, schedule.end_weight_decay, schedule.weight_decay_incr_style
@@ -190,7 +190,7 @@ def megatron_weight_decay_does_not_fall(cfg: PolicyRun, megatron: MegatronConfig
     return None
 
 
-def megatron_parameter_gather_overlaps_only_shards(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def megatron_parameter_gather_overlaps_only_shards(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """`overlap_param_gather` needs `use_distributed_optimizer`."""
     ddp = megatron.distributed_data_parallel_config
     if ddp.overlap_param_gather and not megatron.optimizer.use_distributed_optimizer:
@@ -205,13 +205,13 @@ def megatron_parameter_gather_overlaps_only_shards(cfg: PolicyRun, megatron: Meg
 # -- adapters
 
 
-def megatron_adapters_need_whole_dense_models(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def megatron_adapters_need_whole_dense_models(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """Megatron's adapters exclude mixture-of-experts models, and tensor, pipeline and context parallelism."""
     model = local_model_config(cfg)
     return adapters_problem(megatron, has_experts=model is not None and bool(ModelShape.of(model).num_experts))
 
 
-def megatron_adapters_stand_alone(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def megatron_adapters_stand_alone(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """Megatron's adapters exclude 8-bit layers and activation offloading."""
     others = {
         "fp8_cfg.enabled": megatron.fp8_cfg.enabled,
@@ -223,7 +223,7 @@ def megatron_adapters_stand_alone(cfg: PolicyRun, megatron: MegatronConfig) -> s
     return None
 
 
-def megatron_adapters_have_their_layers(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def megatron_adapters_have_their_layers(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """Megatron's adapters have `target_modules` or `exclude_modules`, not both, and leave at least one layer."""
     excluded = megatron.peft.exclude_modules
     if not megatron.peft.enabled or not excluded:
@@ -244,7 +244,7 @@ def megatron_adapters_have_their_layers(cfg: PolicyRun, megatron: MegatronConfig
     return None
 
 
-def megatron_adapters_name_their_layers(cfg: PolicyRun, megatron: MegatronConfig) -> str | None:
+def megatron_adapters_name_their_layers(cfg: RunConfig, megatron: MegatronConfig) -> str | None:
     """Each of `peft.target_modules` is one of the four adapted layers, or a pattern that fits only such layers."""
     model = local_model_config(cfg)
     if not megatron.peft.enabled:
