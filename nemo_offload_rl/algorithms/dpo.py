@@ -54,27 +54,12 @@ class DpoRecipe:
     ) -> None:
         self.loss: LossFn = loss or DpoLoss(settings)
         self.needs_reference = not settings.precompute_reference_logprobs
-        self._pairs = pairs
+        self.data = pairs
         self._decode = decode
         self._pad_id = pad_id
         self._width_multiple = width_multiple
         self._saved = saved
         self._known_sums: dict[str, Tensor] = {}  # by "train" and "validation": [2 * pairs]
-
-    @property
-    def num_train_items(self) -> int:
-        return len(self._pairs.train)
-
-    @property
-    def num_validation_items(self) -> int:
-        return len(self._pairs.validation)
-
-    @property
-    def overlong_rows(self) -> Mapping[str, int]:
-        return self._pairs.overlong
-
-    def validation_set(self, item: int) -> str:
-        return self._pairs.validation[item].data_set
 
     def begin(self, policy: Policy) -> None:
         """Precompute reference logprobs if there is no reference copy: the untrained policy is the reference."""
@@ -91,19 +76,19 @@ class DpoRecipe:
         began = time.perf_counter()
         policy.prepare_for_lp_inference()
         known: dict[str, Tensor] = {}
-        for validation, pairs in ((False, self._pairs.train), (True, self._pairs.validation)):
+        for validation, pairs in ((False, self.data.train), (True, self.data.validation)):
             sums = [torch.zeros(0, dtype=torch.float64)]
             for start in range(0, len(pairs), _PAIRS_AT_ONCE):
                 items = range(start, min(start + _PAIRS_AT_ONCE, len(pairs)))
                 batch = self.batch(items, validation=validation)
                 sums.append(counted_sums(policy.get_logprobs(batch, counted_only=True), batch))
             known[_part(validation)] = torch.cat(sums)
-        num_pairs = self.num_train_items + self.num_validation_items
+        num_pairs = len(self.data.train) + len(self.data.validation)
         logger.info("reference logprobs of %d pairs computed in %.1f s", num_pairs, time.perf_counter() - began)
         return known
 
     def batch(self, items: Sequence[int], *, validation: bool) -> PreferenceBatch:
-        source = self._pairs.validation if validation else self._pairs.train
+        source = self.data.validation if validation else self.data.train
         return collate_pairs([source[item] for item in items], pad_id=self._pad_id, multiple=self._width_multiple)
 
     def complete(self, policy: Policy, batch: TrainBatch, items: Sequence[int], *, validation: bool) -> PreferenceBatch:
@@ -136,7 +121,7 @@ class DpoRecipe:
         return {"loss": f"{metrics['loss']:.4f}", "accuracy": f"{metrics['accuracy']:.1%}", "margin": margin}
 
     def sample_lines(self, num_samples: int) -> Iterator[str]:
-        for pair in (self._pairs.validation or self._pairs.train)[:num_samples]:
+        for pair in (self.data.validation or self.data.train)[:num_samples]:
             yield f"  better: {example_text(pair.chosen, self._decode)!r}"
             yield f"  worse:  {example_text(pair.rejected, self._decode)!r}"
 

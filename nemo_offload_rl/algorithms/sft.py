@@ -17,14 +17,14 @@ class SftRecipe:
     """See `Recipe`.
 
     Attributes:
-        examples: Tokenized data.
+        data: Tokenized examples.
         decode: Turns token ids into text.
         pad_id: Token id of padding.
         width_multiple: Rows are padded to a multiple of this many tokens.
         loss: The loss to minimise.
     """
 
-    examples: Splits[Example]
+    data: Splits[Example]
     decode: Decode
     pad_id: int
     width_multiple: int
@@ -32,26 +32,11 @@ class SftRecipe:
     rows_per_item: int = 1
     needs_reference: bool = False
 
-    @property
-    def num_train_items(self) -> int:
-        return len(self.examples.train)
-
-    @property
-    def num_validation_items(self) -> int:
-        return len(self.examples.validation)
-
-    @property
-    def overlong_rows(self) -> Mapping[str, int]:
-        return self.examples.overlong
-
-    def validation_set(self, item: int) -> str:
-        return self.examples.validation[item].data_set
-
     def begin(self, policy: Policy) -> None:
         """Do nothing: SFT has no reference."""
 
     def batch(self, items: Sequence[int], *, validation: bool) -> TrainBatch:
-        source = self.examples.validation if validation else self.examples.train
+        source = self.data.validation if validation else self.data.train
         return collate_examples([source[item] for item in items], pad_id=self.pad_id, multiple=self.width_multiple)
 
     def complete(self, policy: Policy, batch: TrainBatch, items: Sequence[int], *, validation: bool) -> TrainBatch:
@@ -79,5 +64,5 @@ class SftRecipe:
         return {"loss": f"{metrics['loss']:.4f}", "token accuracy": f"{metrics['token_accuracy']:.1%}"}
 
     def sample_lines(self, num_samples: int) -> Iterator[str]:
-        for example in (self.examples.validation or self.examples.train)[:num_samples]:
+        for example in (self.data.validation or self.data.train)[:num_samples]:
             yield f"  learns what is in [[ ]]: {example_text(example, self.decode)!r}"

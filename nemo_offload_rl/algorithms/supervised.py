@@ -9,13 +9,14 @@ One step, in order:
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from nemo_offload_rl.algorithms.checkpoints import Checkpoint, CheckpointKeeper
 from nemo_offload_rl.algorithms.metrics import overlong_metrics, residency_metrics, update_metrics
 from nemo_offload_rl.algorithms.run_end import RunEnd
 from nemo_offload_rl.data.batch import TrainBatch
 from nemo_offload_rl.data.loader import ShuffledLoader
+from nemo_offload_rl.data.records import Splits
 from nemo_offload_rl.keys.supervised import SupervisedSectionConfig
 from nemo_offload_rl.policy.policy import Policy
 from nemo_offload_rl.protocols.loss import LossFn
@@ -30,22 +31,8 @@ class Recipe(Protocol):
     """Data and loss of one algorithm. Items are numbered from 0, separately for training and validation."""
 
     @property
-    def num_train_items(self) -> int:
-        """Number of items to train on."""
-        ...
-
-    @property
-    def num_validation_items(self) -> int:
-        """Number of validation items."""
-        ...
-
-    @property
-    def overlong_rows(self) -> Mapping[str, int]:
-        """Number of training rows that are longer than the limit, by data set."""
-        ...
-
-    def validation_set(self, item: int) -> str:
-        """Return the data set of a validation item."""
+    def data(self) -> Splits[Any]:
+        """The items: examples or pairs of them."""
         ...
 
     @property
@@ -132,7 +119,7 @@ class SupervisedTrainer:
         self._traces = StepTraces(parts.profile_steps, run_logger.run_dir, traced, self._timer, say)
         self._total_tokens = 0.0
         # Logged with the first step, by prefix.
-        self._about_run = {"data": overlong_metrics(parts.recipe.overlong_rows), "plan": parts.planned}
+        self._about_run = {"data": overlong_metrics(parts.recipe.data.overlong), "plan": parts.planned}
         parts.memory.follow(self._timer.current)
         progress.follow(self._timer.current)
         self._end = RunEnd(parts.checkpoints, parts.policy, run_logger.run_dir, say=progress.note)
@@ -238,10 +225,10 @@ class SupervisedTrainer:
 
     def _validation_items(self) -> Iterator[tuple[str, Sequence[int]]]:
         """Yield the first validation items in batches of one data set each, with the data set's name."""
-        size, num_items = self._settings.val_global_batch_size, self._parts.recipe.num_validation_items
+        size, rows = self._settings.val_global_batch_size, self._parts.recipe.data.validation
         by_set: dict[str, list[int]] = {}
-        for item in range(min(num_items, (self._settings.val_batches or num_items) * size)):
-            by_set.setdefault(self._parts.recipe.validation_set(item), []).append(item)
+        for item, row in enumerate(rows[: (self._settings.val_batches or len(rows)) * size]):
+            by_set.setdefault(row.data_set, []).append(item)
         for name, items in by_set.items():
             for start in range(0, len(items), size):
                 yield name, items[start : start + size]

@@ -82,7 +82,7 @@ def run_sft(
     rows = (example.token_ids for example in (*examples.train, *examples.validation))
     check_token_ids(tokenizer, rows, model_vocab_size(config.policy.model_name, config.policy.hf_config_overrides))
     recipe = SftRecipe(
-        examples=examples,
+        data=examples,
         decode=whole_text(tokenizer),
         pad_id=padding_id(tokenizer),
         width_multiple=config.policy.make_sequence_length_divisible_by,
@@ -184,10 +184,10 @@ def _train(
     callbacks: Sequence[Any],
 ) -> RunResult:
     name, config, settings, recipe = run.name, run.config, run.settings, run.recipe
-    validation_sets = {recipe.validation_set(item) for item in range(recipe.num_validation_items)}
-    check_data_sets(config, {"train": recipe.overlong_rows, "val": validation_sets})
+    validation_sets = {item.data_set for item in recipe.data.validation}
+    check_data_sets(config, {"train": recipe.data.overlong, "val": validation_sets})
     loader = ShuffledLoader(
-        range(recipe.num_train_items),
+        range(len(recipe.data.train)),
         batch_size=config.policy.train_global_batch_size,
         shuffle=config.data.shuffle,
         seed=settings.seed,
@@ -207,7 +207,7 @@ def _train(
         show_beginning(
             progress,
             config,
-            data=data_line(run.data_sets, recipe.num_validation_items, "pairs" if name == "dpo" else "rows"),
+            data=data_line(run.data_sets, len(recipe.data.validation), "pairs" if name == "dpo" else "rows"),
             run_dir=run_logger.run_dir,
             num_steps=num_steps,
             resume_from=resume_from,
