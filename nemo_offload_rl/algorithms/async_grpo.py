@@ -171,7 +171,7 @@ class RolloutsAhead:
         return taken
 
     def _restart(self, error: WorkerDiedError | DeviceMemoryError) -> None:
-        """Restart the engines after `error`; responses of those that live go on afterwards if order is `finished`."""
+        """Restart the engines after `error`; with order `finished`, responses of living engines are continued."""
         if self._gate is not None:
             self._gate.stop(self._pausing, error)
         self._loop.engine.restart(error)
@@ -183,7 +183,7 @@ class RolloutsAhead:
         return engine
 
     def with_generation(self, seconds: Mapping[str, float], groups: SampledGroups) -> dict[str, float]:
-        """Return a step's seconds with those that its rollouts took; without any for order `finished`.
+        """Return a step's seconds, with the generation of its rollouts; order `finished` has no such figure.
 
         There, engines work on groups of several steps at a time, so no seconds belong to a step's tokens.
         """

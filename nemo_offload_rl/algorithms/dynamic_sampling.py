@@ -115,9 +115,9 @@ def in_varied_groups(batch: RolloutBatch) -> Tensor:
 
 
 def among_varied_others(batch: RolloutBatch) -> Tensor:
-    """Mark [P, G] the scored rollouts of such groups for which the rewards of the group's other rollouts differ.
+    """Mark [P, G] those rollouts of `in_varied_groups` that are scored and whose group's other rewards differ too.
 
-    NeMo-RL drops the others, whose leave-one-out deviation is 0, such as the only right one of a group.
+    NeMo-RL drops all other rollouts, whose leave-one-out deviation is 0, such as a group's only right response.
     """
     size = batch.group_size
     others = torch.tensor([[other for other in range(size) if other != one] for one in range(size)], dtype=torch.int64)

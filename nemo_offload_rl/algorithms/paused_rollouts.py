@@ -46,7 +46,7 @@ class Gate:
         self._opened_s = 0.0
 
     def clock(self) -> float:
-        """Return the seconds that calls may have taken: all, or those with an open gate if calls last through it."""
+        """Return seconds from a fixed point: of all time, or with `keeps` only of the time that the gate was open."""
         now_s = time.perf_counter()
         if not self._keeps:
             return now_s
@@ -109,7 +109,7 @@ class Gate:
                 is_empty = self._changed.wait_for(lambda: self._num_inside == 0, _ASK_AGAIN_S)
 
     def end(self) -> None:
-        """Let nobody pass any more, and end those that wait."""
+        """Refuse all later calls, and end the calls that wait."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
@@ -168,7 +168,7 @@ def _kept(aborted: Completion, sampling: SamplingSettings) -> Completion:
 
 
 def _rest_of(sampling: SamplingSettings, row: int, said: Completion) -> SamplingSettings:
-    """Return the sampling of what is left of a response, with a seed of its own."""
+    """Return the sampling for the rest of a response, with a seed of its own."""
     size = len(said.token_ids)
     seed = sampling.seed
     if seed is not None:

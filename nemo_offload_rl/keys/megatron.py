@@ -340,7 +340,7 @@ class MegatronConfig:
 
     @property
     def worker_env_vars(self) -> Mapping[str, str]:
-        """Those of `env_vars`, and one that activation offloading needs."""
+        """Return the variables of `env_vars`, and one that activation offloading needs."""
         env_vars = dict(self.env_vars or {})
         if self.fine_grained_activation_offloading:
             # Otherwise Transformer Engine 2.10 and later offloads weights too. A rule refuses other values.

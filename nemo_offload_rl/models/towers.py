@@ -23,7 +23,7 @@ _TEXT, _TIED, _QUANTIZED = "text_config", "tie_word_embeddings", "quantization_c
 
 @dataclass(frozen=True)
 class WholeModel:
-    """A family of such models.
+    """A family of models that read images too.
 
     Attributes:
         model_type: Its name in config.json.

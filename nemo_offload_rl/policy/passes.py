@@ -76,7 +76,7 @@ class MicroBatches[Batch: TokenBatch](Sequence[Batch]):
         return self.rows[self._last], self._micro_batches[self._last]
 
     def largest(self) -> tuple[Sequence[int], Batch]:
-        """Return rows and micro-batch of the most cells among those that were read."""
+        """Return the rows and the micro-batch with the most cells of all that were read."""
         read = range(self._last + 1)
         index = max(read, key=lambda it: self._micro_batches[it].input_ids.numel())
         return self.rows[index], self._micro_batches[index]

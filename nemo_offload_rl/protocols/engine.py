@@ -63,7 +63,7 @@ class Completion:
 
 
 def joined_versions(parts: Iterable[Iterable[tuple[int, int]]]) -> Versions:
-    """Join the versions of consecutive tokens; neighbours of one version become one, and empty ones are left out."""
+    """Join the versions of consecutive tokens; neighbouring entries of one version become one, empty ones none."""
     found: list[tuple[int, int]] = []
     for part in parts:
         for version, count in part:
@@ -75,7 +75,7 @@ def joined_versions(parts: Iterable[Iterable[tuple[int, int]]]) -> Versions:
 
 
 def joined_routing(before: np.ndarray | None, later: np.ndarray | None) -> np.ndarray | None:
-    """Join the routing of a conversation's beginning with that of a later request, which covers more of it.
+    """Join the routing of a conversation's first tokens with that of a later request, which covers more tokens.
 
     Args:
         before: Routing of the first tokens; it is kept, since the tokens after these were sampled with it.
@@ -163,7 +163,7 @@ class EngineGroup(GenerationEngine, Protocol):
         ...
 
     def reserve(self) -> AbstractContextManager[OneEngine]:
-        """Return the context of a caller that uses one engine: the one with the fewest such callers now."""
+        """Return a context with one engine: the one that the fewest callers have reserved now."""
         ...
 
 
@@ -171,7 +171,7 @@ class PausingEngine(Protocol):
     """An engine that can take new weights in the middle of responses."""
 
     def abort_generation(self) -> None:
-        """End all responses now; callers get them as far as they are, with the `finish_reason` abort."""
+        """End all responses now; callers get the tokens sampled so far, with the `finish_reason` abort."""
         ...
 
     def pause_generation(self, recompute_kv_cache: bool) -> None:

@@ -282,7 +282,7 @@ _MAX_LOADED = 64
 
 
 def _from_file(path: str | Path, fill: Callable[[dict[str, Any]], None] | None) -> tuple[DictConfig, DictConfig]:
-    """Return the configuration of a file, as it is and with `fill`; nobody else has these two."""
+    """Return the configuration of a file, as it is and with `fill`, as new objects that the caller may change."""
     files = _Files()
     found = _find_file(Path(), str(path), files)
     key = (found.absolute(), fill)

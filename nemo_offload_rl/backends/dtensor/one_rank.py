@@ -125,7 +125,7 @@ class _EmptyGroup(_OneRankGroup):
         torch._foreach_zero_(outputs)  # pyright: ignore[reportPrivateImportUsage]
 
     def add_gradients(self) -> None:
-        """Drop them."""
+        """Drop autograd's gradients."""
         for it in self.fsdp_params:
             if hasattr(it, "_unsharded_param"):
                 it.unsharded_param.grad = None

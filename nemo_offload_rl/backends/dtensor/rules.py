@@ -157,7 +157,7 @@ def host_held_training_excludes_offload_keys(policy: TrainedPolicyConfig) -> str
 
 
 def parallel_sizes_divide_the_world(cfg: RunConfig) -> str | None:
-    """DTensor's tensor and context sizes, multiplied, divide the workers; its expert size, the data-parallel ones."""
+    """DTensor's tensor size times its context size divides the workers; its expert size, the data-parallel workers."""
     dtensor = cfg.policy.dtensor_cfg
     return sizes_problem(dtensor, cfg.cluster.world_size) if dtensor.enabled else None
 

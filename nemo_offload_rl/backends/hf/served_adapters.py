@@ -93,7 +93,7 @@ def the_engine_can_apply_adapters(cfg: RolloutMasterConfig) -> str | None:
 
 
 def _of_dtensor(settings: DTensorLoraConfig) -> tuple[str, ...]:
-    """Name all layers of `_LAYERS`, or those that plain names ask for; vLLM computes for each one that it is given."""
+    """Name the layers that get adapters, or all of `_LAYERS` if patterns choose them; each takes vLLM time."""
     named = settings.target_modules
     known = [name for names in _LAYERS.values() for name in names]
     if settings.match_all_linear or any("*" in name for name in named):

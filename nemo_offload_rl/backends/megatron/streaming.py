@@ -195,7 +195,7 @@ def _places(main_groups: Any, model_groups: Any) -> dict[int, tuple[int, Any, An
 def _only(
     num_groups: int, places: Mapping[int, tuple[int, Any, Any]], members: NamedTensors
 ) -> tuple[list[list[Any]], list[list[Any]]]:
-    """Return the pairs of these shards by group."""
+    """Return the shards of `members`, and the parameters that they belong to, by the optimizer's groups."""
     mains: list[list[Any]] = [[] for _ in range(num_groups)]
     models: list[list[Any]] = [[] for _ in range(num_groups)]
     for _, parameter in members:

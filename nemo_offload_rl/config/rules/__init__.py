@@ -57,7 +57,7 @@ DPO_RULES: RuleSet[DpoMasterConfig] = RuleSet(
 
 
 def check_rules[Config](cfg: Config, rules: RuleSet[Config]) -> None:
-    """Check every rule; broken rules on unavailable features hide the others, which would only follow from them.
+    """Check every rule; if a backend or device is missing, only that is told, since other rules break because of it.
 
     Raises:
         ConfigError: One line with up to three broken rules.

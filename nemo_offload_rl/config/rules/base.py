@@ -34,7 +34,7 @@ def data_parallel_size(cfg: RunConfig) -> int:
 
 
 def sources(section: DataSource | MixtureConfig | None, where: str) -> Iterator[tuple[str, DataSource]]:
-    """Yield the data sets of `data.train` or `data.validation` with their dotted places; those of a mixture singly."""
+    """Yield each data set of `data.train` or `data.validation`, also within a mixture, with its dotted place."""
     if section is None:
         return
     if isinstance(section, MixtureKeys):

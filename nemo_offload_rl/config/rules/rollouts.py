@@ -172,7 +172,7 @@ def engines_have_devices(cfg: RolloutMasterConfig) -> str | None:
 
 
 def engine_fits_a_host_of_its_own(cfg: RolloutMasterConfig) -> str | None:
-    """The tensor-parallel size of engines with devices of their own divides those of a host."""
+    """The tensor-parallel size of engines with devices of their own divides a host's number of such devices."""
     generation = cfg.policy.generation
     size, count = generation.vllm_cfg.tensor_parallel_size, generation.colocated.resources.gpus_per_node
     if generation.colocated.enabled or count is None:

@@ -105,7 +105,7 @@ class Device(ABC):
         storage.resize_(0)
 
     def observe(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Receive the groups' storages at each transition; others may have allocated some of them."""
+        """Note the groups' storages at each transition; code outside of residency may have allocated some of them."""
         return None
 
     def release_cache(self) -> None:
