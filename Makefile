@@ -72,7 +72,7 @@ test-models: setup
 	ONLY="$(ONLY)" MODELS_RESULTS=benchmarks/results/models.json $(PYTEST) tests/unit/models/test_matrix.py \
 		-k "split or (served and ($(or $(ONLY),family)))"
 	$(PYTEST) tests/unit/policy/test_worker_layerwise.py -m models -k "$(or $(ONLY),family)"
-	$(PYTHON) -m nemo_offload_rl.models.page
+	$(PYTHON) tests/support/models_page.py
 
 test-gpu:
 	python3 -m pytest -m gpu --durations=0 --durations-min=5 $(GPU_TESTS)

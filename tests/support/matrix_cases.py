@@ -17,6 +17,7 @@ from closeness import NUM_TERMS, assert_close
 from engine_process import EngineProcess
 from lora_cases import lora_worker
 from model_families import FAMILIES, as_published, checkpoint_name, checkpoint_tensors, family_config, trained_by
+from models_page import CP, SP, TP
 from policy_cases import (
     NLL,
     ONE_RANK,
@@ -45,7 +46,6 @@ from nemo_offload_rl.keys.generation import SamplingSettings
 from nemo_offload_rl.keys.policy import BatchingConfig, RouterReplayConfig
 from nemo_offload_rl.models.families import DTENSOR, MEGATRON
 from nemo_offload_rl.models.families import FAMILIES as RECORDS
-from nemo_offload_rl.models.page import CP, SP, TP
 from nemo_offload_rl.models.served import is_served_on_gpus_only, untold_experts
 from nemo_offload_rl.models.shape import ModelShape
 from nemo_offload_rl.policy.policy import Policy

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from model_families import FAMILIES as TINY
 from model_families import family_config, trained_by
+from models_page import BY_ENGINE, EVERYWHERE, PAGE, read_results, with_table
 
 from nemo_offload_rl.backends.dtensor.supported import declared_plan, split_problem, unsupported
 from nemo_offload_rl.models.families import DTENSOR, FAMILIES, has_sliding_window, logits_divisor
-from nemo_offload_rl.models.page import BY_ENGINE, EVERYWHERE, PAGE, read_results, with_table
 from nemo_offload_rl.models.served import is_served_on_gpus_only, unserved
 from nemo_offload_rl.models.shape import ModelShape
 
@@ -32,7 +32,7 @@ def test_the_page_is_made_of_what_was_seen_of_every_row() -> None:
         by_engine = set(BY_ENGINE) if is_served else set()
         assert set(EVERYWHERE) - set(BY_ENGINE) | by_engine == set(EVERYWHERE) & set(by_machine["CPU"]["facts"])
     page = PAGE.read_text(encoding="utf-8")
-    assert page == with_table(page, results), "run python -m nemo_offload_rl.models.page"
+    assert page == with_table(page, results), "run python tests/support/models_page.py"
 
 
 # What transformers' plan, or its absence, or a size, leaves whole.

@@ -25,9 +25,9 @@ from matrix_cases import (
     trains_like_plain_torch,
 )
 from model_families import save_family_folder
+from models_page import BY_ENGINE, EVERYWHERE, LORA, PACKING
 from policy_cases import run_ranks
 
-from nemo_offload_rl.models.page import BY_ENGINE, EVERYWHERE, LORA, PACKING
 from nemo_offload_rl.protocols.backend import ProcessInfo
 
 pytestmark = [pytest.mark.trains, pytest.mark.processes]

@@ -28,6 +28,7 @@ from matrix_cases import (
     with_tensors,
 )
 from model_families import drawn_model, family_config, save_as_published, save_family_folder
+from models_page import PACKING
 from policy_cases import hf_logprobs, make_batch, make_settings, worker_of
 from resume_cases import weights_of
 from whole_models import WHOLE, save_whole_folder, whole_model
@@ -35,7 +36,6 @@ from whole_models import WHOLE, save_whole_folder, whole_model
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.keys.policy import BatchingConfig
 from nemo_offload_rl.models.families import DTENSOR, MEGATRON, state_mixer
-from nemo_offload_rl.models.page import PACKING
 from nemo_offload_rl.protocols.backend import ProcessInfo
 from nemo_offload_rl.weight_sync.refit import refit
 

@@ -1,6 +1,6 @@
 """Writes the table of docs/reference/models.md from the records and the results of `make test-models`.
 
-Run `python -m nemo_offload_rl.models.page` in the repository root.
+Run `python tests/support/models_page.py` in the repository root.
 """
 
 import json
@@ -12,7 +12,7 @@ from nemo_offload_rl.models.families import FAMILIES, ModelFamily, refused_setti
 
 RESULTS = Path("benchmarks/results/models.json")
 PAGE = Path("docs/reference/models.md")
-BEGIN, END = "<!-- Written by `python -m nemo_offload_rl.models.page`. -->", "<!-- The end of what is written. -->"
+BEGIN, END = "<!-- Written by `python tests/support/models_page.py`. -->", "<!-- The end of what is written. -->"
 BACKENDS = {"dtensor": "DTensor", "megatron": "Megatron"}
 TP, PACKING, LORA, EXPERTS = "tensor parallelism", "packing", "LoRA", "experts"
 SP, CP = "sequence parallelism", "context parallelism"
@@ -76,7 +76,7 @@ def read_results() -> Results:
 
 
 def main() -> None:
-    """Entry of `python -m nemo_offload_rl.models.page`."""
+    """Entry of `python tests/support/models_page.py`."""
     PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), read_results()), encoding="utf-8")
 
 
