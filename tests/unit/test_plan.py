@@ -173,7 +173,7 @@ def test_phases_are_sums_of_bytes_for_each_parameter():
 def test_what_does_not_fit_is_told_and_the_advice_fits():
     file = ROOT / "examples" / "configs" / "grpo_math_1B.yaml"
     plan = plan_for(file, [], 24, 64, 8 * GIB)
-    gpu, host, engine = plan.problems
+    gpu, engine, host = plan.problems
     assert gpu.startswith("policy.model_name needs 131.5 GiB on each GPU in training")
     assert "(params 32.00, optimizer 64.00, reference 16.00, process 2.75, engine 1.75), but the machine leaves" in host
     assert engine.startswith("the engine needs 16.0 GiB of each GPU (weights 16.0), but its share is 14.4;")
