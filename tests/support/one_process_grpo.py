@@ -46,7 +46,7 @@ class LocalEngine(RayGenerationEngine):
 
 @contextmanager
 def local_workers(
-    config: RolloutConfig, keep_reference: bool, teacher: TeacherSettings | None, starting: Starting
+    config: RolloutConfig, keep_reference: bool, teacher: TeacherSettings | None, starting: Starting, prepared: None
 ) -> Iterator[GrpoWorkers]:
     """In place of `grpo_workers`."""
     os.environ.update(vllm_env("cpu"))
