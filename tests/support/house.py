@@ -29,8 +29,8 @@ SMALL_LINES = 60
 LIMITS = {
     "imports upward": 0,
     "circles of modules": 0,
-    "modules": 336,
-    "lines": 64400,
+    "modules": 335,
+    "lines": 63300,
     "modules under 60 lines with one importer": 0,
 }
 
@@ -40,8 +40,8 @@ RUN_LIMITS = {
     **{f"functions from launch to model, {kind}, with one RPC": 10 for kind in PASSES},
     "files on those ways": 15,
     "lines of those files": 4000,
-    "files that a step executes": 87,
-    "lines of files that a step executes": 20200,
+    "files that a step executes": 85,
+    "lines of files that a step executes": 20000,
 }
 
 
