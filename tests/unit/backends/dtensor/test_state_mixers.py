@@ -85,12 +85,18 @@ def test_packed_rows_layer_by_layer_are_bit_by_bit_those_of_a_model_that_stays(t
         assert_same_steps(steps(worker, 2), expected)
 
 
-def test_layers_with_states_and_without_are_counted_apart_however_long_their_rows_are(tmp_path: Path) -> None:
+def test_layers_with_states_and_without_are_counted_apart_however_long_the_traced_row_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_family_folder(tmp_path, "qwen3_next")
     settings = make_settings(tmp_path, precision="bfloat16", max_total_sequence_length=1024)
-    rows = [activations._Row(tokens, False) for tokens in (513, 1025)]
-    found = [activations._traced(settings, row, is_training=True, in_place=False) for row in rows]
-    short, long = ([layer.kept_bytes for layer in model.layers] for model in found if model is not None)
+    row, found = activations._row(settings, is_training=True), []
+    for num_tokens in (512, 1024):
+        monkeypatch.setattr(activations, "_TOKENS", num_tokens)
+        model = activations._traced(settings, row, is_training=True, in_place=False)
+        assert model is not None
+        found.append([layer.kept_bytes for layer in model.layers])
+    short, long = found
     assert short[0] == short[2] > 2 * short[1]
     assert [one / other for one, other in zip(long, short, strict=True)] == pytest.approx([2.0] * 3, rel=0.05)
 
