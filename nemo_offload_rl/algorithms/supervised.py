@@ -32,7 +32,7 @@ class Recipe(Protocol):
 
     @property
     def data(self) -> Splits[Any]:
-        """The items: examples or pairs of them."""
+        """The items: examples, or pairs of examples."""
         ...
 
     @property

@@ -109,7 +109,7 @@ class Environment(Protocol):
 
 
 class OneAtATime:
-    """An `Environment` that several threads may call; it works for one of them at a time."""
+    """An `Environment` that several threads may call; only one call runs at a time."""
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
