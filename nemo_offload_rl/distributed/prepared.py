@@ -6,8 +6,9 @@
 3. That process goes on as the worker. Ray knows a worker by a token among its arguments, not by who started it.
 If no process is ready in time, or none is left, as for an engine that is started again, the script becomes the worker.
 
-A process is a file in a folder, whose suffix changes by renaming, so that of several scripts only one gets it:
-`.imports`, `.ready`, `.taken`. The script imports the standard library only, since Ray waits for it.
+Each process has a file whose suffix tells its state: `.imports`, `.ready`, `.taken`. Renaming the file changes the
+state, so that of several scripts only one gets a process. This file imports the standard library only, since Ray waits
+for the script.
 """
 
 import importlib
@@ -65,7 +66,7 @@ class PreparedWorkers:
         """
         from nemo_offload_rl.utils.cli import stop_signals_blocked  # the script cannot import the package
 
-        task, none = pickle.dumps((imports, settings)), subprocess.DEVNULL
+        task, none = pickle.dumps((os.getpid(), imports, settings)), subprocess.DEVNULL
         # Ray sets OMP_NUM_THREADS for its workers, but later; torch reads it as it is imported.
         variables = {"OMP_NUM_THREADS": "1", **os.environ, **env_vars}
         for number in range(count):
@@ -98,8 +99,8 @@ def _feed(process: subprocess.Popen[bytes], task: bytes, path: Path) -> None:
 
 def wait_for_work(path: Path) -> None:
     """Import the libraries of a worker, wait for its arguments, and go on as this worker."""
-    parent, before = os.getppid(), dict(os.environ)
-    imports, settings = pickle.load(sys.stdin.buffer)
+    before = dict(os.environ)
+    driver, imports, settings = pickle.load(sys.stdin.buffer)
     module, _, function = imports.partition(":")
     # Libraries do without Ray, which reads the environment of its worker as it is imported.
     sys.modules["ray"] = None  # pyright: ignore[reportArgumentType]
@@ -117,7 +118,8 @@ def wait_for_work(path: Path) -> None:
         while connection is None:
             with suppress(TimeoutError):
                 connection, _ = listener.accept()
-            if os.getppid() != parent:
+            if os.getppid() != driver:
+                shutil.rmtree(path.parent, ignore_errors=True)  # the driver was killed, and could not
                 return
     with connection:
         given, streams = _receive(connection)
@@ -161,8 +163,9 @@ def hand_over(group: Path, argv: list[str]) -> bool:
         if not importing:
             return False
         if time.monotonic() >= until_s:
-            importing[0].unlink(missing_ok=True)
-            return False
+            with suppress(FileNotFoundError):  # it is ready now, or another script was faster
+                importing[0].unlink()
+                return False
         time.sleep(_LOOK_S)
 
 

@@ -1,5 +1,10 @@
+"""As a script: a driver that prints a prepared process and its folder, and waits to be killed."""
+
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -53,6 +58,16 @@ def test_processes_that_nobody_takes_end_with_the_run() -> None:
     assert psutil.wait_procs(processes, timeout=600)[1] == []
 
 
+def test_processes_end_with_a_driver_that_is_killed_and_remove_its_folder() -> None:
+    with subprocess.Popen([sys.executable, __file__, PREPARE], stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        pid, folder = driver.stdout.readline().split()
+        process = psutil.Process(int(pid))
+        driver.kill()
+    assert psutil.wait_procs([process], timeout=600)[1] == []
+    assert not Path(folder).exists()
+
+
 def test_a_worker_waits_for_imports_only_for_a_time_and_the_late_process_ends(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(module, "_WAIT_S", 0.0)
     with closing(PreparedWorkers()) as prepared:
@@ -68,3 +83,13 @@ def test_a_worker_waits_for_imports_only_for_a_time_and_the_late_process_ends(tm
         while list(prepared._folder.iterdir()):
             pass
         assert not hand_over(prepared._folder / "echo", ["worker.py"])
+
+
+if __name__ == "__main__":
+    mine = PreparedWorkers()
+    mine.start("echo", 1, {}, sys.argv[1], "")
+    while not list(mine._folder.glob("*.ready")):
+        time.sleep(0.1)
+    sys.stdout.write(f"{mine._processes[0].pid} {mine._folder}\n")
+    sys.stdout.flush()
+    time.sleep(600)
