@@ -11,6 +11,7 @@ from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from nemo_offload_rl.backends.dtensor.activation_offload import (
     host_bytes_at_most,
 )
 from nemo_offload_rl.backends.dtensor.built import BuiltModel
-from nemo_offload_rl.backends.dtensor.layerwise import LayerwisePasses
+from nemo_offload_rl.backends.dtensor.layerwise import LayerwisePasses, ReaderOf
 from nemo_offload_rl.backends.dtensor.rules import POLICY_RULES, one_worker_problem
 from nemo_offload_rl.backends.dtensor.sizes import optimizer_row_bytes, part_row_bytes
 from nemo_offload_rl.backends.dtensor.torch_optim import Schedule
@@ -221,18 +222,22 @@ class DTensorBackend:
         self, micro_batches: Sequence[TrainBatch], loss_fn: LossFn, norm: LossNorm
     ) -> tuple[float, dict[str, float]]:
         totals = Totals(self.device)
+        reader_of = partial(reader_for, loss_fn, teacher_head=self._teacher_head)
         with self._built.reading():
-            if self._layerwise is not None:
-                reader_of = partial(reader_for, loss_fn, teacher_head=self._teacher_head)
-                for scores_BS, batch in self._layerwise.read(micro_batches, reader_of):
-                    totals.add(*read_loss(loss_fn, scores_BS, batch, norm))
-                return totals.reduce(self._dp_group)
-            for micro_batch in micro_batches:
-                batch, rows = self._built.on_device(micro_batch)
-                reader = reader_for(loss_fn, batch, self._teacher_head)
-                scores_BS = self._built.module(batch.input_ids, rows, reader)
+            for scores_BS, batch in self._read(micro_batches, reader_of):
                 totals.add(*read_loss(loss_fn, scores_BS, batch, norm))
         return totals.reduce(self._dp_group)
+
+    def _read[Batch: TokenBatch](
+        self, micro_batches: Sequence[Batch], reader_of: ReaderOf[Batch]
+    ) -> Iterator[tuple[Any, Batch]]:
+        """Yield for each micro-batch its reader's result, [B, S, ...], and the micro-batch on the device."""
+        if self._layerwise is not None:
+            yield from self._layerwise.read(micro_batches, reader_of)
+            return
+        for micro_batch in micro_batches:
+            batch, rows = self._built.on_device(micro_batch)
+            yield self._built.module(batch.input_ids, rows, reader_of(batch)), batch
 
     def use_teacher_head(self, head: TeacherHead) -> None:
         self._teacher_head = head
@@ -240,13 +245,7 @@ class DTensorBackend:
     def logprobs(self, micro_batches: Sequence[TokenBatch], *, whole: bool = False) -> list[Tensor]:
         reader = ReadScores(only_whole=whole)
         with self._built.reading():
-            if self._layerwise is not None:
-                found = [scores_BS for scores_BS, _ in self._layerwise.read(micro_batches, lambda _: reader)]
-            else:
-                found = []
-                for micro_batch in micro_batches:
-                    batch, rows = self._built.on_device(micro_batch)
-                    found.append(self._built.module(batch.input_ids, rows, reader))
+            found = [scores_BS for scores_BS, _ in self._read(micro_batches, lambda _: reader)]
         return [scores_BS.logprobs.cpu() for scores_BS in found]  # at the end, since each copy waits for the device
 
     def drop_grads(self) -> None:
