@@ -20,6 +20,7 @@ from nemo_offload_rl.residency.table.plan import Phase
 REPORTED_FROM_BYTES = 16 << 20
 # torch takes 20 MiB from the driver for allocations below 10 MiB; such blocks are seldom free as a whole.
 KEPT_FROM_BYTES = 64 << 20
+_NUM_RECENT = 8
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,8 @@ def find_leftovers(
     return sorted(found, key=lambda leftover: -leftover.num_bytes)
 
 
-def find_kept_blocks(segments: Iterable[Mapping[str, Any]], from_bytes: int = KEPT_FROM_BYTES) -> list[Leftover]:
-    """Find cached memory, from `from_bytes` on, that cannot go back to the driver since a block is partly in use.
+def find_kept_blocks(segments: Iterable[Mapping[str, Any]]) -> list[Leftover]:
+    """Find cached memory, from `KEPT_FROM_BYTES` on, that cannot go back to the driver since a block is partly in use.
 
     `segments` are those of one device, as `torch.cuda.memory_snapshot` lists them.
     """
@@ -81,7 +82,7 @@ def find_kept_blocks(segments: Iterable[Mapping[str, Any]], from_bytes: int = KE
     for segment in segments:
         kept = [block["size"] for block in segment["blocks"] if block["state"] != "inactive"]
         free_bytes = segment["total_size"] - sum(kept)
-        if kept and free_bytes >= from_bytes:
+        if kept and free_bytes >= KEPT_FROM_BYTES:
             keepers = f"{len(kept)} allocation{'s' if len(kept) > 1 else ''} of {sum(kept) / 2**20:.1f} MiB"
             found.append(Leftover(f"cached block that {keepers} keep{'' if len(kept) > 1 else 's'}", free_bytes))
     return sorted(found, key=lambda leftover: -leftover.num_bytes)
@@ -219,16 +220,15 @@ def totals(reports: list[TransitionReport]) -> dict[str, float]:
 class Ledger:
     """Reports since the last `drain`, oldest first, and the last few for error messages."""
 
-    def __init__(self, num_recent: int = 8) -> None:
+    def __init__(self) -> None:
         self._reports: list[TransitionReport] = []
         self._recent: list[TransitionReport] = []
         self._returned: list[tuple[TransitionReport, TransitionReport]] = []  # each with a copy of how it was then
-        self._num_recent = num_recent
 
     def add(self, report: TransitionReport) -> None:
         """Keep a report."""
         self._reports.append(report)
-        self._recent = [*self._recent, report][-self._num_recent :]
+        self._recent = [*self._recent, report][-_NUM_RECENT:]
 
     def add_if_moved(self, report: TransitionReport) -> None:
         """Keep a report that has groups."""
