@@ -37,21 +37,13 @@ class RayGenerationEngine:
     Args:
         cluster: Slots of the engines, which end with the cluster.
         settings: Settings of the engines; engine i has `seed` + i.
-        env_vars: Override variables that vLLM needs in its environment.
         begins: Start the engines at once; otherwise `begin` does, and meanwhile they import vLLM.
 
     Raises:
         ConfigError: `tensor_parallel_size` does not fit the cluster.
     """
 
-    def __init__(
-        self,
-        cluster: VirtualCluster,
-        settings: VllmSettings,
-        env_vars: dict[str, str] | None = None,
-        *,
-        begins: bool = True,
-    ) -> None:
+    def __init__(self, cluster: VirtualCluster, settings: VllmSettings, *, begins: bool = True) -> None:
         device_type, tp_size = cluster.settings.device_type, settings.tensor_parallel_size
         num_engines = cluster.world_size // tp_size
         if problem := engine_devices_problem(tp_size, cluster.settings.workers_per_node):
@@ -61,7 +53,7 @@ class RayGenerationEngine:
             name="vllm",
             factory=f"{kind.__module__}:{kind.__name__}",
             per_rank_kwargs=[{"settings": _of_engine(settings, i)} for i in range(num_engines)],
-            env_vars={**engine_env(settings, device_type), "RANK": "0", "WORLD_SIZE": "1", **(env_vars or {})},
+            env_vars={**engine_env(settings, device_type), "RANK": "0", "WORLD_SIZE": "1"},
             num_workers=num_engines,
             slots_per_worker=tp_size,
             max_concurrency=_MAX_REQUESTS_IN_FLIGHT if settings.async_engine else 1,

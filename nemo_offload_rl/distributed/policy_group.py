@@ -72,13 +72,12 @@ def start_policy(
     )
     group = RayWorkerGroup(cluster, spec, builds=engine is None)
     if engine is not None:
-        is_compiled = compiles_layers(settings, processes[0])
+        is_compiled, shares_devices = compiles_layers(settings, processes[0]), engine.begin is not None
         # Before the imports, since an engine on the same devices waits for it.
-        held = (
-            group.start_before_build(f"{_EARLY}:hold_memory") if is_compiled and engine.begin else lambda: [MOST_BYTES]
-        )
+        holds = group.start_before_build(f"{_EARLY}:hold_memory") if is_compiled and shares_devices else None
         group.start_before_build(IMPORT_BACKEND)
-        if is_compiled and (most_bytes := min(held())):
+        most_bytes = MOST_BYTES if holds is None else min(holds())
+        if is_compiled and most_bytes:
             group.start_before_build(f"{_EARLY}:compile_early", most_bytes=most_bytes)
         if engine.begin is not None:
             engine.begin()

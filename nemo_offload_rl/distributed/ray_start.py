@@ -101,12 +101,11 @@ class Daemons:
             raise error
 
 
-def start_ray(settings: ClusterConfig, log_to_driver: bool) -> list[psutil.Process]:
+def start_ray(settings: ClusterConfig) -> list[psutil.Process]:
     """Check the environment; then join the cluster of RAY_ADDRESS, or start Ray on this machine.
 
     Args:
         settings: The run's cluster settings.
-        log_to_driver: Show the workers' output in this process.
 
     Returns:
         The started processes.
@@ -121,7 +120,7 @@ def start_ray(settings: ClusterConfig, log_to_driver: bool) -> list[psutil.Proce
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "1"
     # This logger reports at every start that the local cluster is protected by a token.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
-    common: dict[str, Any] = {"log_to_driver": log_to_driver, "logging_level": logging.WARNING}
+    common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
     address = cluster_address()
     if address is not None:
         _join(address, common)

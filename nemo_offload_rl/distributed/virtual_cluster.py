@@ -194,7 +194,6 @@ def cluster_session(
     settings: ClusterConfig,
     *,
     num_colocated_groups: int = 2,
-    log_to_driver: bool = False,
     prepared: PreparedWorkers | None = None,
 ) -> Iterator[VirtualCluster]:
     """Open a cluster for the `with` block; afterwards no worker is left, whatever happened inside.
@@ -206,7 +205,6 @@ def cluster_session(
     Args:
         settings: The numbers of devices and hosts.
         num_colocated_groups: Number of worker groups that share each device.
-        log_to_driver: Show the workers' output in this process; Ray's session folder has it in any case.
         prepared: Processes of this host that become workers; None if there are none.
 
     Raises:
@@ -222,7 +220,7 @@ def cluster_session(
     try:
         if started_here:
             with stop_signals_blocked():  # children inherit the signal mask
-                started = start_ray(settings, log_to_driver)
+                started = start_ray(settings)
         # After ray.init, which installs a handler that aborts the driver.
         with _signals_as_exit():
             cluster = VirtualCluster(settings, num_colocated_groups, started, prepared)

@@ -14,7 +14,7 @@ from nemo_offload_rl.backends.factory import build_teacher
 from nemo_offload_rl.keys.worker import TeacherSettings
 from nemo_offload_rl.protocols.backend import FrozenModel, PolicyBackend, ProcessInfo
 from nemo_offload_rl.protocols.scoring import TeacherHead
-from nemo_offload_rl.residency import TEACHER_HEAD, StateGroup, aligned, unique_storages
+from nemo_offload_rl.residency import TEACHER_HEAD, StateGroup, aligned, row_of, unique_storages
 
 
 class Teacher:
@@ -46,7 +46,7 @@ class Teacher:
         sizes: dict[str, int] = {}
         for group in self.state_groups():
             storages = unique_storages(group.tensors()).values()
-            row = group.name.partition(".")[0]
+            row = row_of(group.name)
             sizes[row] = sizes.get(row, 0) + sum(aligned(record.storage.nbytes()) for record in storages)
         return sizes
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from nemo_offload_rl.distributed.preflight import can_prepare
@@ -65,7 +66,7 @@ class GrpoWorkers:
         self._cluster = cluster
         if not engine_rests:
             with starting("engine"):
-                self._rest_engine()
+                _rest(self.engine, sleeps=self._colocated)
         with starting("policy"):
             policy.offload_after_refit()
             self._introduce()
@@ -95,16 +96,11 @@ class GrpoWorkers:
                 self.policy.abandon_refit()
                 self.policy.offload_after_refit()
                 self.engine.restart()
-                self._rest_engine()
+                _rest(self.engine, sleeps=self._colocated)
                 self._introduce()
                 return self.owners()
             except (WorkerDiedError, DeviceMemoryError) as failed:
                 error = failed
-
-    def _rest_engine(self) -> None:
-        self.engine.wait_until_ready()
-        if self._colocated:
-            self.engine.finish_generation(discard_weights=True)
 
     def _introduce(self) -> None:
         """Give new engines the names of all processes; on separate GPUs, also connect them with the policy's rank 0."""
@@ -118,6 +114,13 @@ class GrpoWorkers:
         names = {pid: f"policy worker {rank}" for rank, pid in enumerate(self.policy.pids())}
         names |= {pid: f"engine {rank}" for rank, pid in enumerate(self.engine.group.pids())}
         self.engine.name_processes(names)
+
+
+def _rest(engine: RayGenerationEngine, *, sleeps: bool) -> None:
+    """Wait until the engines are ready, and put them to sleep."""
+    engine.wait_until_ready()
+    if sleeps:
+        engine.finish_generation(discard_weights=True)
 
 
 @contextmanager
@@ -169,12 +172,7 @@ def grpo_workers(
         engine_cluster = cluster if colocated else cluster.reserve_more(_engine_devices(config))
         shares_gpus = colocated and config.cluster.device_type == "cuda"
         engine = RayGenerationEngine(engine_cluster, config.engine, begins=not shares_gpus)
-
-        def rest_engine() -> None:
-            engine.wait_until_ready()
-            engine.finish_generation(discard_weights=True)
-
-        start = EngineStart(engine.begin, rest_engine) if shares_gpus else EngineStart()
+        start = EngineStart(engine.begin, partial(_rest, engine, sleeps=True)) if shares_gpus else EngineStart()
         with starting("engine") if shares_gpus else nullcontext():
             policy = start_policy(cluster, config.worker, keep_reference, teacher, start)
         yield GrpoWorkers(policy, engine, config.policy.generation, cluster, starting, shares_gpus)

@@ -39,7 +39,7 @@ def compile_early(
 ) -> str | None:
     """Compile the layers that the settings' model will have on this rank's device.
 
-    Takes and frees about `most_bytes` of its memory at most. The process group, which the sample needs, is left.
+    Takes and frees about `most_bytes` of its memory at most. The process group that the sample needs ends with it.
 
     Args:
         settings: Settings of the policy, or of a teacher in the form of a policy's.

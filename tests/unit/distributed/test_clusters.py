@@ -170,13 +170,13 @@ def test_a_ray_that_does_not_start_is_one_line(two_nodes, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS")
     monkeypatch.setenv("RAY_TMPDIR", "/proc/none")
     with pytest.raises(ConfigError, match=r"^/proc/none/ray cannot be written: .*set RAY_TMPDIR to a short path"):
-        start_ray(cpu_cluster(1), log_to_driver=False)
+        start_ray(cpu_cluster(1))
     monkeypatch.delenv("RAY_TMPDIR")
     # A file without a token; on a busy machine Ray may give up before it reads it.
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/proc/none")
     reason = r"(/proc/none|[Tt]imed out)"
     with pytest.raises(ConfigError, match=rf"^Ray does not start on this machine: .*{reason}.*[^.]\. If ") as raised:
-        start_ray(cpu_cluster(1), log_to_driver=False)
+        start_ray(cpu_cluster(1))
     assert "\n" not in str(raised.value)
     tries = []
 
@@ -186,7 +186,7 @@ def test_a_ray_that_does_not_start_is_one_line(two_nodes, monkeypatch):
 
     monkeypatch.setattr(ray, "init", slow)
     with pytest.raises(ConfigError, match=r"^Ray does not start on this machine: the GCS is slow"):
-        start_ray(cpu_cluster(1), log_to_driver=False)
+        start_ray(cpu_cluster(1))
     assert len(tries) == 2
 
 
