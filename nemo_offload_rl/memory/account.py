@@ -100,6 +100,7 @@ class PhaseUse:
         pass_bytes: Most that a pass of the phase needs in addition to state; None if that is unknown.
         early_bytes: State of the next phase, and a reference in addition to the policy's parameters, that are there if
             this one has room.
+        leaving_bytes: State of the phase before that is still copied to the host, and is there if this one has room.
         gpu_bytes: Memory of the GPU.
         limit_bytes: Limit of the policy's own process (`policy.gpu_memory_limit_gib`); None for the whole GPU.
     """
