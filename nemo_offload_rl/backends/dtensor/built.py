@@ -32,7 +32,7 @@ from nemo_offload_rl.backends.dtensor.model import (
     shared_rows,
 )
 from nemo_offload_rl.backends.dtensor.replayed_experts import ReplayedExperts
-from nemo_offload_rl.backends.dtensor.state_mixers import missing_kernels
+from nemo_offload_rl.backends.dtensor.state_mixers import choose_kernels
 from nemo_offload_rl.backends.dtensor.tensor_parallel import apply_tensor_parallel
 from nemo_offload_rl.backends.hf.export import load_config
 from nemo_offload_rl.data.batch import TokenBatch
@@ -120,7 +120,8 @@ class BuiltModel:
             shares_rows=cp_size > 1,
         )
         causal_lm = build_causal_lm(self.config, attention, dropout=settings.dropout)
-        if on_gpu and process.rank == 0 and not is_sample and (advice := missing_kernels(causal_lm)) is not None:
+        advice = choose_kernels(causal_lm) if on_gpu else None
+        if advice is not None and process.rank == 0 and not is_sample:
             logger.warning(advice)
         sources = find_weights(causal_lm, settings.model_name)
         if is_sample:

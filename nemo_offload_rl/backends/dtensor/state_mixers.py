@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from nemo_offload_rl.backends.delta_kernels import gradients_problem
 from nemo_offload_rl.models.families import state_mixer
 
 LENGTHS = "sequence_lengths"
@@ -117,15 +118,24 @@ def sequence_arguments(causal_lm: Any, lengths: Sequence[int], bounds: Tensor | 
     return {"cu_seq_lens_q": bounds, "seq_idx": seq_idx}
 
 
-def missing_kernels(causal_lm: Any) -> str | None:
-    """Return which packages would make a model's layers with states faster on a GPU; None if they are there."""
+def choose_kernels(causal_lm: Any) -> str | None:
+    """Leave the kernels of a model's layers with states that are wrong on this GPU; call it on a GPU only.
+
+    Returns:
+        Why these layers compute with torch's operations, and which packages would make them faster; None for kernels.
+    """
     kind = state_mixer(causal_lm.config.to_dict())
     mixers = [] if kind is None else [it for it in causal_lm.modules() if type(it).__name__.endswith(kind)]
-    if kind is None or kind not in _PACKAGES or all(map(_has_kernels, mixers)):
+    if kind is None or kind not in _PACKAGES:
+        return None
+    reason = gradients_problem() if any(hasattr(mixer, "chunk_gated_delta_rule") for mixer in mixers) else None
+    if reason is not None:
+        without_kernels(causal_lm)
+    elif all(map(_has_kernels, mixers)):
         return None
     return (
         f"Layers with states ({type(mixers[0]).__name__}) compute with torch's own operations, sequence by sequence, "
-        f"which is slow; install {_PACKAGES[kind]} for kernels"
+        f"which is slow: {reason or f'install {_PACKAGES[kind]} for kernels'}"
     )
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from nemo_offload_rl.backends.alternatives import advice, other_backend
+from nemo_offload_rl.backends.delta_kernels import gradients_problem
 from nemo_offload_rl.backends.hf.export import load_config
 from nemo_offload_rl.backends.megatron.folder_match import ModelFolder, check_names, check_values
 from nemo_offload_rl.backends.megatron.lora import add_adapters
@@ -54,7 +55,7 @@ from nemo_offload_rl.backends.megatron.upstream.storages import wrapped_for_16_b
 from nemo_offload_rl.errors import ConfigError, UserError
 from nemo_offload_rl.keys.megatron import MegatronConfig
 from nemo_offload_rl.keys.worker import PolicySettings
-from nemo_offload_rl.models.families import MEGATRON
+from nemo_offload_rl.models.families import MEGATRON, state_mixer
 from nemo_offload_rl.models.towers import PART_OF
 from nemo_offload_rl.protocols.backend import COMPUTE_DTYPES
 
@@ -190,6 +191,10 @@ def _check_config(model_name: str, hf_config: Any, cfg: MegatronConfig) -> None:
     problem = tensor_parallel_problem(config, cfg.tensor_model_parallel_size, is_local=is_local)
     if (problem := problem or states_problem(config, cfg) or missing_kernels(config, cfg)) is not None:
         raise ConfigError(problem)
+    if not is_local and state_mixer(config) == "GatedDeltaNet" and (problem := gradients_problem()) is not None:
+        raise ConfigError(
+            f"{problem}; or use policy.dtensor_cfg, which then computes these layers by torch's operations"
+        )
 
 
 def _predicting_layers(hf_config: Any) -> range:
