@@ -143,7 +143,7 @@ def probe_link(device: str, num_bytes: int = 4 << 30) -> dict[str, float]:
     rates = {"d2h": 0.0, "h2d": 0.0}
     if not device.startswith("cuda"):
         return rates
-    torch.cuda.set_device(device)
+    torch.cuda.set_device(torch.device(device).index or 0)
     on_device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     for direction, (target, source) in {"d2h": (host, on_device), "h2d": (on_device, host)}.items():
