@@ -1,4 +1,4 @@
-"""Whether the kernels of gated delta nets can train on this machine's GPU."""
+"""Check of the kernels that train gated delta nets on this machine's GPU."""
 
 import shutil
 from importlib.metadata import PackageNotFoundError, version
