@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 _LATE_CAUSE_S = 1.5
 _CLOSE_TIMEOUT_S = 5.0
 _EXIT_TIMEOUT_S = 10.0
+_ORPHANS_TIMEOUT_S = 2.0
 _LAST_WORDS_LINES = 40
 _NAMES_SIGNAL = re.compile(r"\bSIG[A-Z]{3,}\b|Fatal Python error")
 # Error of a rank whose peer has left during a collective; gloo has no exception type for it.
@@ -243,16 +244,21 @@ class RayWorkerGroup:
             return
         self._cluster.unregister(self)
         actors, self._actors = self._actors, []
-        processes = self._local_processes()
+        workers = self._local_processes()
+        descendants = [child for worker in workers for child in _descendants(worker)]
         if self._building is None and not self._unfinished:
             closing = [actor.close.remote() for actor in actors]
             ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_TIMEOUT_S)
         for actor in actors:
             ray.kill(actor, no_restart=True)
-        _, alive = psutil.wait_procs(processes, timeout=_EXIT_TIMEOUT_S)
-        for process in alive:
-            logger.warning("%s (pid %d) did not end when asked to, and is killed", self._spec.name, process.pid)
-            process.kill()
+        _, alive = psutil.wait_procs(workers, timeout=_EXIT_TIMEOUT_S)
+        for worker in alive:
+            logger.warning("%s (pid %d) did not end when asked to, and is killed", self._spec.name, worker.pid)
+        # A resource tracker removes shared memory first; the compilers of torch.compile would stay for long.
+        _, orphans = psutil.wait_procs(descendants, timeout=_ORPHANS_TIMEOUT_S)
+        for process in [*alive, *orphans]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def label(self, rank: int) -> str:
         """Return name and number of a worker, for messages."""
@@ -369,13 +375,19 @@ class RayWorkerGroup:
         return {rank: location for rank, location in self.locations().items() if location.node_id == here}
 
     def _local_processes(self) -> list[psutil.Process]:
-        """List the workers on the driver's host and their descendants, which may outlive a killed worker."""
+        """List the workers on the driver's host."""
         found = []
         for location in self._local_locations().values():
             with suppress(psutil.NoSuchProcess):
-                process = psutil.Process(location.pid)
-                found += [process, *process.children(recursive=True)]
+                found.append(psutil.Process(location.pid))
         return found
+
+
+def _descendants(process: psutil.Process) -> list[psutil.Process]:
+    """List all processes that a process has started, and theirs; none once it has ended."""
+    with suppress(psutil.NoSuchProcess):
+        return process.children(recursive=True)
+    return []
 
 
 def _best_explanation(errors: list[BaseException]) -> BaseException:

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import signal
+import subprocess
 import sys
 import time
 from importlib.util import find_spec
@@ -78,6 +79,10 @@ class EchoWorker:
     def is_collected(self) -> bool:
         """Whether Python's garbage collections go through this object."""
         return any(some is self for some in gc.get_objects())
+
+    def start_orphan(self) -> int:
+        """Start a process that does not end with this worker, and return its number."""
+        return subprocess.Popen(["sleep", "600"], start_new_session=True).pid
 
     def greet(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         return self._greeting, os.environ["RANK"], args, kwargs

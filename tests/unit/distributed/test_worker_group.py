@@ -60,7 +60,7 @@ def test_garbage_collections_do_not_go_through_what_was_there_once_workers_were_
     assert group.run_all(EchoWorker.is_collected) == [False, False]
 
 
-def test_calls_before_workers_are_built_return_results_and_warn_once_these_are_built(
+def test_calls_before_workers_are_built_warn_once_they_are_and_no_process_outlives_them(
     cluster: VirtualCluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     spec = WorkerSpec(name="echo", factory=ECHO, kwargs={"greeting": "hi"}, num_workers=1)
@@ -69,7 +69,10 @@ def test_calls_before_workers_are_built_return_results_and_warn_once_these_are_b
     workers.build()
     workers.wait_until_ready()
     assert "echo worker 0: told before it was built" in caplog.messages
+    orphan = psutil.Process(workers.run_on(0, EchoWorker.start_orphan))
     workers.shutdown()
+    assert not orphan.is_running()
+    assert not [message for message in caplog.messages if "did not end when asked to" in message]
 
 
 def test_a_group_ends_while_it_still_loads_libraries(cluster: VirtualCluster) -> None:
