@@ -30,6 +30,7 @@ _COST_OF_A_KEY = 0.002
 # slower than 8.
 _NO_GAIN = 1.015
 _MOST_ROUNDS = 6
+_MOST_CHANGES = 3  # sets of changes to propose
 _MOST_STARTS = 8  # ways that are looked for
 _MOST_LAYOUTS = 2  # from which the search goes on
 
@@ -122,7 +123,7 @@ class Search:
         self._dimensions = [one for one in found if counts_passes or not one.is_of_passes]
         self.given = self._try(frozenset())
 
-    def cheapest(self, count: int = 3) -> list[Trial]:
+    def cheapest(self, count: int = _MOST_CHANGES) -> list[Trial]:
         """Find changes that make the run fit: single ones, then pairs, then larger sets.
 
         Changes that keep the run's numbers and its machine come before others, and those of a kind are in the order of
@@ -206,9 +207,7 @@ class Search:
     def fastest(self) -> Trial | None:
         """Find the fastest values that fit, without changing what the run computes if that is possible."""
         for dimensions in itertools.islice(self._tiers(), 2):  # the machine stays
-            starts = [self.given, self._smallest(dimensions)]
-            allowed = {option for one in dimensions for option in one.options}
-            starts += [trial for trial in self.cheapest() if trial.options <= allowed]
+            starts = [self.given, self._smallest(dimensions), *self._of_tier(dimensions, [], _MOST_CHANGES, _way)]
             best = min((self._descend(start, dimensions) for start in starts), key=lambda trial: trial.cost)
             if self._works(best):
                 best = self._with_other_layouts(best, dimensions)
@@ -225,8 +224,11 @@ class Search:
                 for one in sizes[1:] if not start.fits else ():
                     start = self._with(start, one, "")
                 found.append(self._best(start, [self._sizes(start, one) for one in sizes[:1]]))
-            found = sorted(filter(self._works, found), key=lambda one: one.cost)[:_MOST_LAYOUTS]
-            trial = min([trial, *(self._descend(one, dimensions) for one in found)], key=lambda one: one.cost)
+            found.sort(key=lambda one: one.cost)
+            works = [one for one in found if self._works(one)][:_MOST_LAYOUTS]
+            short = [one for one in found if self._is_allowed(one) and not one.fits][:_MOST_LAYOUTS]
+            trials = [trial, *(self._descend(one, dimensions) for one in (*works, *short))]
+            trial = min(trials, key=lambda one: one.cost)
         return trial
 
     def _sizes(self, trial: Trial, dimension: Dimension) -> Dimension:
