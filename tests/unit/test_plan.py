@@ -46,6 +46,7 @@ from hybrid_shapes import HYBRID_SHAPES  # noqa: E402
 GIB = 2**30
 H200_GIB, HOST_GIB = 139.8, 125.87
 DTENSOR = "policy.dtensor_cfg"
+MEGATRON = "policy.megatron_cfg"
 CPU_OFFLOAD = f"{DTENSOR}.cpu_offload=true"
 CASES = {
     "large_model_14b": ("large_model_14b.yaml", ()),
@@ -497,6 +498,29 @@ def test_no_point_of_a_grid_is_faster_than_the_fastest_that_is_found(file, tmp_p
     assert len(fitting) > 5
     # Fewer keys are worth 0.2 % each, and less memory 1.5 %.
     assert fastest.step_s <= 1.025 * min(search.judges.step_s(one) for one in fitting)
+
+
+def test_a_layout_that_fits_with_other_keys_only_is_found(tmp_path):
+    override = write_config(tmp_path, "Qwen3-8B")
+    file = tmp_path / "config.json"
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **sizes}))  # 70 B
+    overrides = ["policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true", "policy.dropout=false"]
+    overrides += [override, "policy.optimizer=null", "policy.scheduler=null", "cluster.gpus_per_node=8"]
+    target = Target(KNOWN["H100"], usable_host_bytes(2048))
+    plan, rules = plan_run(ROOT / "examples" / "configs" / "sft.yaml", overrides, target)
+    search = search_of(plan, rules)
+    stages = f"policy.sequence_packing.train_mb_tokens=4096 {MEGATRON}.pipeline_model_parallel_size=8"
+    recomputed = f"{MEGATRON}.activation_checkpointing=true {MEGATRON}.recompute_granularity=selective"
+    recomputed += f" {MEGATRON}.recompute_modules=[mlp]"
+    offloaded = f"{MEGATRON}.optimizer.offload_optimizer_states=true"
+    offloaded += f" {MEGATRON}.optimizer.offload_optimizer_states_chunk_mib=1024.0"
+    assert search.judges.short_bytes(plan.account.with_keys(f"{stages} {offloaded}"))
+    account = plan.account.with_keys(f"{stages} {recomputed} {offloaded}")
+    assert not search.judges.short_bytes(account)
+    fastest = search.fastest()
+    assert fastest is not None
+    assert fastest.step_s <= 1.025 * search.judges.step_s(account)
 
 
 def test_of_choices_that_are_about_as_fast_the_one_with_less_memory_is_taken(tmp_path):
