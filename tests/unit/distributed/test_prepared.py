@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -17,10 +18,16 @@ from nemo_offload_rl.distributed.prepared import PreparedWorkers, hand_over
 from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster
 from nemo_offload_rl.distributed.worker_group import RayWorkerGroup, WorkerSpec
 
+SUPPORT = Path(__file__).parents[2] / "support"
 PREPARE = "echo_workers:prepare"
 SPEC = WorkerSpec(
     name="echo", factory="echo_workers:EchoWorker", kwargs={"greeting": "hi"}, env_vars={"NUMBER": "of the group"}
 )
+
+
+@pytest.fixture(autouse=True)
+def path_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SUPPORT.parents[1]), str(SUPPORT)]))
 
 
 def test_a_prepared_process_becomes_a_worker_and_further_ones_start_as_usual(cluster: VirtualCluster) -> None:
