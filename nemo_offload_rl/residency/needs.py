@@ -66,10 +66,11 @@ class LearnedNeed:
     Attributes:
         most_bytes: Most bytes that were measured; 0 before the first measurement.
         most_tokens: Tokens of the largest pass that was measured.
+        num_passes: Passes that were measured.
     """
 
     def __init__(self, estimate: PassNeed | None = None) -> None:
-        self.most_bytes = self.most_tokens = 0
+        self.most_bytes = self.most_tokens = self.num_passes = 0
         self._estimate = estimate
         self._is_measured = False
 

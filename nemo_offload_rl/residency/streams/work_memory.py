@@ -1,8 +1,9 @@
 """Measures the device memory that the work of each phase needs in addition to state.
 
 A need is the larger of two numbers: the largest difference between allocated bytes and the bytes of state groups at
-that time, and what the allocator holds for passes at the end of the phase, in pieces that fit nothing else. If state
-took the latter, the allocator would give all of its cache back and ask the CUDA driver again in every micro-batch.
+that time, and all that passes have at the end of the phase, used or kept by the allocator in pieces that fit nothing
+else. If state took such pieces, the allocator would give all of its cache back and ask the CUDA driver again in every
+micro-batch, or run out of memory with gibibytes free.
 """
 
 import sys
@@ -46,8 +47,11 @@ class WorkMemory:
     # -- answers
 
     def is_known(self, *phases: Phase) -> bool:
-        """Tell whether each phase has been seen once, and in the present phase the present kind of pass."""
-        return all(phase in self._seen and (phase is not self._phase or self._is_known_kind) for phase in phases)
+        """Tell whether each phase has been seen with two passes of each kind, the present kind of pass included.
+
+        One does not tell: the first pass of a kind compiles, and has its memory in other pieces than later ones.
+        """
+        return all(self._is_known(phase) for phase in phases)
 
     def room_bytes(self, *phases: Phase) -> int:
         """Memory that the work of these known phases leaves free; negative if one needs more."""
@@ -107,6 +111,7 @@ class WorkMemory:
         self._kind, self._size, self._ran_out = kind, size, False
         has_bytes = self._device.free_bytes() + self._device.allocated_bytes() - self._held_bytes if is_again else 0
         self._include(has_bytes)
+        self._present[kind].num_passes += 1
 
     def ran_out(self) -> None:
         """Record that memory ran out in the present pass, so that it needs more than was counted as allocated.
@@ -124,10 +129,14 @@ class WorkMemory:
         self.restart_peak()
         if self._phase is not None and is_whole:
             if not PHASES[self._phase].is_for_engine:  # an engine's phase has no passes
-                self._include(self._device.cached_for_work_bytes())
+                # Without a pass what is allocated are parts that an update has left behind.
+                used_bytes = max(0, self._device.allocated_bytes() - self._held_bytes) if self._kind else 0
+                self._include(used_bytes + self._device.cached_for_work_bytes())
             seen = self._seen.setdefault(self._phase, {})
             for kind, need in self._present.items():
-                seen.setdefault(kind, self._new_need(kind)).include(need.most_bytes, need.most_tokens)
+                known = seen.setdefault(kind, self._new_need(kind))
+                known.include(need.most_bytes, need.most_tokens)
+                known.num_passes += need.num_passes
         return self._peak_bytes
 
     @contextmanager
@@ -178,9 +187,11 @@ class WorkMemory:
 
     # -- inside
 
-    @property
-    def _is_known_kind(self) -> bool:
-        return self._phase is not None and (self._kind is None or self._kind in self._seen.get(self._phase, {}))
+    def _is_known(self, phase: Phase) -> bool:
+        seen = self._seen.get(phase)
+        if seen is None or (phase is self._phase and self._kind is not None and self._kind not in seen):
+            return False
+        return all(kind is None or need.num_passes > 1 for kind, need in seen.items())
 
     def _drain_peak(self) -> int:
         peak_bytes = self._device.drain_peak_bytes()
