@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import itertools
+import signal
 import threading
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -69,12 +70,17 @@ class AsyncVllmEngine(VllmEngineBase):
         self._shows_waiting: asyncio.Task[None] | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-async", daemon=True)
+        # The engine core inherits the mask of this thread. It would end at Ctrl-C; the driver decides how a run ends.
+        previous = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         self._thread.start()
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
         self._llm: AsyncLLM | None = None
 
         async def start() -> AsyncLLM:
             # vLLM's sizes for `LLM`; without it 128 responses run at once, not 1024 as on GPUs of 70 GiB and more.
-            return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
+            llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
+            _fail_calls_at_end(llm.engine_core)
+            return llm
 
         try:
             self._llm = self._wait(start())
@@ -337,3 +343,19 @@ class AsyncVllmEngine(VllmEngineBase):
             return True
         answer = self._wait(self._engine.reset_prefix_cache(reset_running_requests=self._recomputes is True))
         return answer is not False  # `schedulers.py` returns blocks
+
+
+def _fail_calls_at_end(client: Any) -> None:
+    """Have calls of the engine core fail when it ends; vLLM 0.25.1 tells requests only, and calls would wait for ever.
+
+    Args:
+        client: The client of the core, on whose event loop this is called.
+    """
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    def fail(task: asyncio.Task[None]) -> None:
+        for call in client.utility_results.values():
+            if not call.done():
+                call.set_exception(EngineDeadError())
+
+    client.resources.output_queue_task.add_done_callback(fail)
