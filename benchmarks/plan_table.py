@@ -317,16 +317,19 @@ def row_ahead(name: str, case: Case, folder: Path) -> list[str]:
     ]
 
 
+_MICRO_BATCHES = (("dtensor", (), 1024), ("dtensor, whole logits", (), "null"), ("megatron", MEGATRON, 1024))
+
+
 def micro_batch_rows(folder: Path) -> list[list[str]]:
     """Cells of micro-batches of 0.6 B: ms of each, planned and measured, and the GPU's share of them."""
     rows = []
-    for backend, kept in (("dtensor", ()), ("megatron", MEGATRON)):
-        read = read_result(f"micro_batches_{backend}")
+    for backend, kept, chunk_size in _MICRO_BATCHES:
+        read = read_result(f"micro_batches_{backend.replace(', ', '_').replace(' ', '_')}")
         length = int(read["command"].split("--length ")[1].split()[0])
         for name, found in read["rows"][0]["passes"].items():
             kind, size = name.removesuffix(" rows").split(", ")
             sizes = [f"{key}={size}" for key in ("policy.train_micro_batch_size", "policy.logprob_batch_size")]
-            kept = (*kept, f"policy.max_total_sequence_length={length}", "policy.logprob_chunk_size=1024")
+            kept = (*kept, f"policy.max_total_sequence_length={length}", f"policy.logprob_chunk_size={chunk_size}")
             plan = plan_case(Case("0.6B", "grpo_gpu.yaml", overrides=(*kept, *sizes)), length, folder)
             assert plan.seconds is not None
             seconds = {str(stage): cost.total_s for stage, cost in plan.seconds.items()}

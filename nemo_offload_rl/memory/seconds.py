@@ -28,12 +28,15 @@ from nemo_offload_rl.utils.flops import ModelSizes
 _MATRIX_SHARE = 0.82
 # The same of attention, and forward passes that its backward pass is worth.
 _ATTENTION_SHARE, _ATTENTION_BACKWARD = 0.5, 2.5
+# Order of the norm that combines seconds of the GPU and of launches: the longer ones count, and both where they are
+# alike. Fitted to micro-batches of 8 to 64 rows in `micro_batches_dtensor.json` and `micro_batches_megatron.json`.
+_NORM = 4
 # Small operations that the host launches for a layer: forward and backward pass.
 _DTENSOR_LAUNCHES, _MEGATRON_LAUNCHES = (200, 780), (500, 420)
 # The same of a rank that is alone and does without FSDP's work. Fitted to training passes of 0.6 B on two hosts whose
 # launches take 6.8 and 10.1 us (`grpo_bound_dtensor.json`, `grpo_vs_peers_slow_host.json`); the forward pass's share of
 # them to micro-batches of 8 rows in `micro_batches_dtensor.json`.
-_ALONE_LAUNCHES = (195, 395)
+_ALONE_LAUNCHES = (180, 375)
 # The same of layers that are not compiled, and how often they read and write their tensors more than compiled ones do.
 _EAGER_LAUNCHES, _EAGER_PASSES = (460, 840), (30, 60)
 # A layer of experts takes as many times more: router, sorting, exchange, grouped products.
@@ -41,9 +44,9 @@ _EXPERT_LAYER_FACTOR = 2.2
 # Bytes that eager attention with soft-caps reads and writes for each score, by its operations in transformers: forward
 # and backward pass.
 _CAPPED_BYTES = (38, 48)
-# Reads and writes of one position's logits in float32, in a forward pass; fitted to `micro_batches_dtensor.json` and
-# `micro_batches_megatron.json`.
-_DTENSOR_LOGIT_PASSES, _MEGATRON_LOGIT_PASSES = 6, 8
+# Reads and writes of one position's logits in float32, in a forward pass; fitted to `micro_batches_dtensor.json`,
+# `micro_batches_dtensor_whole_logits.json` and `micro_batches_megatron.json`.
+_DTENSOR_LOGIT_PASSES, _MEGATRON_LOGIT_PASSES = 3, 5
 # Bytes that a micro-batch reads and writes for each parameter in addition to activations: casts, gradients.
 _DTENSOR_BYTES = {"forward": 8, "training": 28}
 _MEGATRON_BYTES = {"forward": 2, "training": 14}
@@ -230,11 +233,10 @@ class _Step:
         return whole * pass_s(rows_at_once) + (pass_s(rest) if rest else 0.0)
 
     def _pass_s(self, num_rows: int, row_tokens: int, *, is_training: bool, sizes: ModelSizes) -> float:
-        """Seconds of a micro-batch: of the GPU, or of the host that launches its kernels, whichever is slower."""
+        """Seconds of a micro-batch: of the GPU, and of the host that launches its kernels."""
         rates, length, shape = self._rates, self._work.length, self._account.shape
         tokens = num_rows * length
         flops_per_s = _MATRIX_SHARE * rates.matrix_flops
-        # The head and its logits are not recomputed.
         head_flops = 2.0 * (shape.vocab_size or 0) * (shape.hidden_size or 0) * tokens
         all_weights_flops = 2.0 * sizes.num_active * tokens
         weight_flops = max(0.0, all_weights_flops - self._num_embeddings * head_flops)
@@ -247,7 +249,10 @@ class _Step:
         # Frozen weights need no gradients.
         weights_s *= forwards + backwards * (1.0 if self._account.has_adapters else 2.0)
         attention_s *= (forwards + backwards * _ATTENTION_BACKWARD) * self._masked_share(length, row_tokens)
-        compute_s = (weights_s + attention_s + (3 if is_training else 1) * head_s) / self._ranks_per_copy
+        # Whatever layers do, the head computes logits again if they are in chunks, and only then.
+        computes_again = self._cfg.policy.logprob_chunk_size is not None
+        heads = 3 + computes_again if is_training else 1
+        compute_s = (weights_s + attention_s + heads * head_s) / self._ranks_per_copy
         bytes_each = (_MEGATRON_BYTES if self._on_megatron else _DTENSOR_BYTES)[
             "training" if is_training else "forward"
         ]
@@ -266,7 +271,8 @@ class _Step:
             eager_bytes = _BF16_BYTES * tokens * layers * self._layer_width / self._ranks_per_copy
             times = forwards * _EAGER_PASSES[0] + backwards * _EAGER_PASSES[1]
             moved_s += times * eager_bytes / rates.memory_bytes_per_s
-        seconds = max(compute_s + moved_s + self._exchange_s(tokens, layers, forwards, backwards), launch_s)
+        gpu_s = compute_s + moved_s + self._exchange_s(tokens, layers, forwards, backwards)
+        seconds = (gpu_s**_NORM + launch_s**_NORM) ** (1 / _NORM)
         return seconds + (self._offloading_s(tokens, seconds) if is_training else 0.0)
 
     @property

@@ -530,10 +530,29 @@ def test_of_choices_that_are_about_as_fast_the_one_with_less_memory_is_taken(tmp
     fastest = search.fastest()
     assert fastest is not None
     policy = fastest.account.cfg.policy
-    sizes = {size: plan.account.with_keys(f"policy.train_micro_batch_size={size}") for size in (8, 16, 64)}
+    whole = "policy.logprob_chunk_size=null"  # faster, and it fits
+    sizes = {size: plan.account.with_keys(f"policy.train_micro_batch_size={size} {whole}") for size in (8, 16, 64)}
     seconds = {size: search.judges.step_s(account) for size, account in sizes.items()}
     assert seconds[64] < seconds[16] < 1.015 * seconds[64] < seconds[8]
     assert (policy.train_micro_batch_size, fastest.account.phases[0].pass_bytes) == (16, sizes[16].phases[0].pass_bytes)
+
+
+def test_micro_batches_took_the_seconds_that_are_planned_and_whole_logits_the_memory(tmp_path):
+    rows = plan_table.micro_batch_rows(tmp_path)
+    misses = [row for row in rows if abs(int(row[4].removesuffix(" %"))) > 15]
+    assert [row[:3] for row in misses] == [["megatron", "training", "16"]]  # a new width had just been compiled
+    read = plan_table.read_result("micro_batches_dtensor_whole_logits")
+    for name, found in read["rows"][0]["passes"].items():
+        kind, size = name.removesuffix(" rows").split(", ")
+        sizes = [f"policy.{key}={size}" for key in ("train_micro_batch_size", "logprob_batch_size")]
+        overrides = [*sizes, f"policy.model_name={tmp_path}", "policy.max_total_sequence_length=1032"]
+        overrides.append("policy.logprob_chunk_size=null")
+        plan, _ = plan_run(ROOT / "benchmarks" / "grpo_gpu.yaml", overrides, Target(KNOWN["H200"]))
+        phase = Phase.TRAINING if kind == "training" else Phase.LP_INFERENCE
+        use = next(use for use in plan.phases if use.phase is phase)
+        assert use.pass_bytes
+        own_bytes = use.pass_bytes + use.state["params"] + use.state["grads"]  # the optimizer's were on the host
+        assert own_bytes / GIB == pytest.approx(found["peak_gib"], rel=0.03), name
 
 
 def test_the_fastest_is_never_slower_than_a_run_that_fits_without_the_margin_of_changes(tmp_path):
