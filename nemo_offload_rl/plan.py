@@ -277,7 +277,7 @@ def _accountant(target: Target) -> Callable[[RunConfig], Account]:
     from nemo_offload_rl.memory.account import Account
     from nemo_offload_rl.memory.machine import Machine
 
-    machine = Machine(target.gpu.memory_bytes, target.host_bytes or _NO_LIMIT_BYTES)
+    machine = Machine(target.gpu.memory_bytes, target.host_bytes or _NO_LIMIT_BYTES, rates=target.gpu.rates)
     return lambda cfg: Account(cfg, machine, target.num_parameters, without_weights=True)
 
 
@@ -333,7 +333,7 @@ def search_of(plan: Plan, rules: RuleSet[Any]) -> Search:
     """Search for other values of the keys of a planned run."""
     from nemo_offload_rl.config.rules import broken
     from nemo_offload_rl.memory.account import TOLERANCE
-    from nemo_offload_rl.memory.search import Judges, Search
+    from nemo_offload_rl.memory.search import Judges, Search, dimensions
     from nemo_offload_rl.memory.seconds import step_seconds, work_of
 
     # Passes may need so much more than is estimated.
@@ -352,7 +352,7 @@ def search_of(plan: Plan, rules: RuleSet[Any]) -> Search:
     rates = plan.target.gpu.rates
     judges = Judges(lambda account: not broken(rules.rules, account.cfg), short_bytes, step_s)
     varies = plan.work.length < plan.account.cfg.policy.max_total_sequence_length
-    return Search(plan.account, judges, counts_passes=plan.counts_passes, varies=varies)
+    return Search(plan.account, judges, dimensions(plan.account, counts_passes=plan.counts_passes, varies=varies))
 
 
 def render_changes(plan: Plan, changes: Sequence[Trial]) -> str:

@@ -104,8 +104,8 @@ class TrainedPolicyConfig:
     train_micro_batch_size: Annotated[
         int,
         doc(
-            "Sequences per worker in one forward and backward pass; `auto` chooses the most that fit the GPU with a "
-            "margin and divide a worker's share, up to 65,536 tokens, and up to 4 sequences on a CPU.",
+            "Sequences per worker in one forward and backward pass; `auto` lets the plan choose, and takes up to 4 on "
+            "a CPU.",
             ge=1,
         ),
     ]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nemo_offload_rl.keys.run import ClusterConfig
+from nemo_offload_rl.memory.gpus import GpuRates, gpu_here
 from nemo_offload_rl.memory.limits import HostLimit, as_started_here, host_limits, resident_bytes
-from nemo_offload_rl.utils.gpu_memory import read_gpus
 
 
 @dataclass(frozen=True)
@@ -19,17 +19,22 @@ class Machine:
         gpu_bytes: Memory of its smallest GPU; None without one.
         planned_host_bytes: Main memory that a run may take of a planned machine; None for the present one.
         has_all_workers: Every worker of the run is on this machine. Otherwise each worker checks its own host.
+        rates: Rates of its GPUs; None if they are unknown.
     """
 
     gpu_bytes: int | None
     planned_host_bytes: int | None = None
     has_all_workers: bool = True
+    rates: GpuRates | None = None
 
     @classmethod
     def here(cls, cluster: ClusterConfig) -> Machine:
         """The present machine, as the driver of a run sees it."""
-        gpu_bytes = min((use.total_bytes for use in read_gpus().values()), default=None)
-        return cls(gpu_bytes, has_all_workers=cluster.num_nodes == 1 and "RAY_ADDRESS" not in os.environ)
+        gpu = gpu_here()
+        has_all_workers = cluster.num_nodes == 1 and "RAY_ADDRESS" not in os.environ
+        if gpu is None:
+            return cls(None, has_all_workers=has_all_workers)
+        return cls(gpu.memory_bytes, has_all_workers=has_all_workers, rates=gpu.rates)
 
     @property
     def is_planned(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -21,7 +21,8 @@ from nemo_offload_rl.memory.account import Account
 
 _VLLM = "policy.generation.vllm_cfg"
 _DTENSOR, _MEGATRON = "policy.dtensor_cfg", "policy.megatron_cfg"
-_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+MOST_ROWS = 128
+_ROWS = (1, 2, 4, 8, 16, 32, 64, MOST_ROWS)
 _SHARES = tuple(percent / 100 for percent in range(20, 95, 5))
 # A change of a key costs at least this share of a step, so that keys change only where that pays.
 _COST_OF_A_KEY = 0.002
@@ -111,16 +112,14 @@ class Search:
     Args:
         account: The run.
         judges: Judge an account.
-        counts_passes: Phases include what passes need; otherwise keys that change these needs stay as they are.
-        varies: Sequences are shorter than the longest, so that packing them may pay.
+        among: The values to try.
     """
 
-    def __init__(self, account: Account, judges: Judges, *, counts_passes: bool, varies: bool = False) -> None:
+    def __init__(self, account: Account, judges: Judges, among: Iterable[Dimension]) -> None:
         self._account, self.judges = account, judges
         self._tried: dict[frozenset[str], Trial] = {}
         self._allowed: dict[frozenset[str], bool] = {}
-        found = dimensions(account, varies=varies)
-        self._dimensions = [one for one in found if counts_passes or not one.is_of_passes]
+        self._dimensions = list(among)
         self.given = self._try(frozenset())
 
     def cheapest(self, count: int = _MOST_CHANGES) -> list[Trial]:
@@ -347,8 +346,14 @@ def _without_numbers(overrides: str) -> str:
     return re.sub(r"=[\d.]+(?= |$)", "", overrides)
 
 
-def dimensions(account: Account, *, varies: bool) -> Iterator[Dimension]:
-    """Yield the values to try, with `varies` those that pack rows; those that the run has are left out."""
+def dimensions(account: Account, *, counts_passes: bool, varies: bool) -> Iterator[Dimension]:
+    """Yield the values of all keys to try; those that the run has are left out.
+
+    Args:
+        account: The run.
+        counts_passes: Phases include what passes need; otherwise keys that change these needs stay as they are.
+        varies: Sequences are shorter than the longest, so that packing them may pay.
+    """
     cfg, has_experts = account.cfg, account.shape.num_experts > 0
     on_megatron = isinstance(cfg.policy.backend, MegatronConfig)
     # The best micro-batch depends on what is recomputed, so both are chosen together.
@@ -368,7 +373,7 @@ def dimensions(account: Account, *, varies: bool) -> Iterator[Dimension]:
         found.append(Dimension(("loss_fn.reference_policy_kl_penalty=0.0",), changes_numbers=True))
     found.append(Dimension(tuple(_more_gpus(cfg)), changes_machine=True))
     found.append(Dimension(tuple(_adapters(cfg)), changes_numbers=True, trains_less=True))
-    for one in found:
+    for one in (one for one in found if counts_passes or not one.is_of_passes):
         options = tuple(option for option in one.options if not _has(cfg, option))
         if options:
             yield replace(one, options=options)

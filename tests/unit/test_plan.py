@@ -537,6 +537,33 @@ def test_of_choices_that_are_about_as_fast_the_one_with_less_memory_is_taken(tmp
     assert (policy.train_micro_batch_size, fastest.account.phases[0].pass_bytes) == (16, sizes[16].phases[0].pass_bytes)
 
 
+@pytest.mark.parametrize("backend", ["dtensor", "megatron"])
+def test_sizes_that_are_auto_need_least_memory_of_those_that_are_about_as_fast_as_the_fastest(backend, tmp_path):
+    file = ROOT / "benchmarks" / "grpo_gpu.yaml"
+    plan_table.write_config(tmp_path, "0.6B")
+    overrides = [f"policy.model_name={tmp_path}", "policy.max_total_sequence_length=1024"]
+    overrides += plan_table.MEGATRON if backend == "megatron" else ()
+    keys = ("policy.train_micro_batch_size", "policy.logprob_batch_size")
+    chosen, rules = plan_run(file, [*overrides, *(f"{key}=auto" for key in keys)], Target(KNOWN["H200"]))
+    policy, judges = chosen.account.cfg.policy, search_of(chosen, rules).judges
+    sizes = policy.train_micro_batch_size, policy.logprob_batch_size
+
+    def planned(*rows: int) -> tuple[float, int]:
+        tried = chosen.account.with_keys(" ".join(map("{}={}".format, keys, rows)))
+        assert not judges.short_bytes(tried)
+        return judges.step_s(tried), sum(use.pass_bytes or 0 for use in tried.phases)
+
+    grid = {rows: planned(*rows) for rows in itertools.product((8, 16, 32, 64), repeat=2)}
+    limit_s = 1.015 * min(seconds for seconds, _ in grid.values())
+    assert grid[sizes][0] < limit_s < grid[8, 8][0]
+    for rows in ((sizes[0] // 2, sizes[1]), (sizes[0], sizes[1] // 2)):
+        assert rows not in grid or grid[rows][0] > limit_s, rows
+    # Without rates of the GPU they are those of a fast one.
+    unknown, _ = plan_run(file, [*overrides, *(f"{key}=auto" for key in keys)], Target(Gpu("any", 140 * GIB)))
+    policy = unknown.account.cfg.policy
+    assert (policy.train_micro_batch_size, policy.logprob_batch_size) == sizes
+
+
 def test_micro_batches_took_the_seconds_that_are_planned_and_whole_logits_the_memory(tmp_path):
     rows = plan_table.micro_batch_rows(tmp_path)
     misses = [row for row in rows if abs(int(row[4].removesuffix(" %"))) > 15]

@@ -10,7 +10,7 @@ from hub_cache import fill_hub_cache
 from safetensors.torch import save_file
 
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.memory import account, host_plan, machine
+from nemo_offload_rl.memory import account, gpus, host_plan, machine
 from nemo_offload_rl.memory.limits import HostLimit
 from nemo_offload_rl.policy import communicators
 from nemo_offload_rl.runs.loading import load_dpo_config, load_grpo_config, load_sft_config
@@ -42,8 +42,8 @@ def load(monkeypatch):
         path: Path = EXEMPLAR,
         in_experts: int = 0,
     ):
-        gpus = {} if gpu_gib is None else {"u": GpuUse("a GPU", int(gpu_gib * GIB), 0)}
-        monkeypatch.setattr(machine, "read_gpus", lambda: gpus)
+        found = {} if gpu_gib is None else {"u": GpuUse("a GPU", int(gpu_gib * GIB), 0)}
+        monkeypatch.setattr(gpus, "read_gpus", lambda: found)
         monkeypatch.setattr(machine, "host_limits", lambda _: [HostLimit("host", "MemAvailable", HOST_BYTES)])
         monkeypatch.setattr(machine, "resident_bytes", lambda: 0)
         monkeypatch.setattr(account, "read_model_sizes", lambda name: ModelSizes(parameters, 0, 1, 1, in_experts))
@@ -244,7 +244,7 @@ def test_workers_and_engines_over_several_gpus_leave_more_of_each_with_contexts_
 
 def test_nothing_is_said_where_the_gpu_or_the_model_is_unknown(load, monkeypatch):
     load([], parameters=50 * GIB, gpu_gib=None)
-    monkeypatch.setattr(machine, "read_gpus", lambda: {"u": GpuUse("a GPU", GIB, 0)})
+    monkeypatch.setattr(gpus, "read_gpus", lambda: {"u": GpuUse("a GPU", GIB, 0)})
     monkeypatch.setattr(account, "read_model_sizes", lambda name: None)
     load_grpo_config(EXEMPLAR, [])
 
