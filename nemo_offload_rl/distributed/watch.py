@@ -2,7 +2,8 @@
 
 1. While a caller waits for workers, it calls `CallWatch.tick` about once a second.
 2. After `cluster.call_warning_s`, and after each doubling of that time, a warning names the workers that have not
-   answered. The first warning waits at least twice the longest time that this method has taken before.
+   answered. The first warning waits at least twice the longest time that this method has taken before, or that a call
+   of it had taken when it warned: of the calls of a pool of rollouts, one warns for all.
 3. After `cluster.call_timeout_s` the workers are examined on their hosts. Recent progress of a worker (see
    `utils/liveness.py`) postpones the end; otherwise the Python stacks of all workers are logged, and `WorkerHungError`
    is raised.
@@ -66,7 +67,7 @@ class CallTimes:
     Attributes:
         warning_s: `cluster.call_warning_s`.
         timeout_s: `cluster.call_timeout_s`.
-        longest_s: Longest time by method.
+        longest_s: Longest time by method, of calls that have ended or warned.
     """
 
     warning_s: float
@@ -116,7 +117,6 @@ class CallWatch:
         self._times = times
         self._last_s = time.monotonic()
         self._waited_s = 0.0
-        self._warns_after_s = max(times.warning_s, 2 * times.longest_s.get(method, 0.0))
         self._ends_after_s = times.timeout_s
 
     def tick(self, ranks: Sequence[int]) -> None:
@@ -129,8 +129,8 @@ class CallWatch:
             WorkerHungError: None of these workers has made progress for `cluster.call_timeout_s`.
         """
         self._count()
-        if self._waited_s >= self._warns_after_s:
-            self._warns_after_s = 2 * self._waited_s
+        if self._waited_s >= max(self._times.warning_s, 2 * self._times.longest_s.get(self._method, 0.0)):
+            self._note_time()
             self._warn(ranks)
         if self._ends_after_s is not None and self._waited_s >= self._ends_after_s:
             self._end_or_put_off(ranks)
@@ -138,6 +138,9 @@ class CallWatch:
     def answered(self) -> None:
         """Note that all workers have answered, and remember the time of the call."""
         self._count()
+        self._note_time()
+
+    def _note_time(self) -> None:
         longest_s = self._times.longest_s
         longest_s[self._method] = max(self._waited_s, longest_s.get(self._method, 0.0))
 

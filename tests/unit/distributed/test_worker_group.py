@@ -284,13 +284,13 @@ def test_a_call_that_usually_takes_long_is_warned_of_later(
     cluster: VirtualCluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     workers = _OneWorker(tmp_path / "stderr")
-    watched = CallWatch(
-        workers, [workers], "train", CallTimes(warning_s=30.0, timeout_s=None, longest_s={"train": 100.0})
-    )
+    times = CallTimes(warning_s=30.0, timeout_s=None, longest_s={"train": 100.0})
+    together = [CallWatch(workers, [workers], "train", times) for _ in range(3)]
     shown = []
     for waited_s in (31.0, 199.0, 201.0, 399.0, 403.0):
-        watched._waited_s = waited_s
-        watched.tick([0])
+        for watched in together:  # one warns for all
+            watched._waited_s = waited_s
+            watched.tick([0])
         shown.append(len(caplog.messages))
     assert shown == [0, 0, 1, 1, 2]
     assert caplog.messages[0].startswith("slow worker 0 has not answered yet: train has taken 201 s")
