@@ -30,7 +30,7 @@ from nemo_offload_rl.algorithms.checkpoints import EXPORT_FOLDER, CheckpointKeep
 from nemo_offload_rl.data.loader import LoaderState
 from nemo_offload_rl.errors import CheckpointError, UserError
 from nemo_offload_rl.policy.policy import Policy
-from nemo_offload_rl.utils.cli import STOP_SIGNALS, LastLines
+from nemo_offload_rl.utils.cli import BY_SIGNAL, STOP_SIGNALS, LastLines
 from nemo_offload_rl.utils.progress import aligned, shown_path, shown_python
 
 logger = logging.getLogger(__name__)
@@ -356,6 +356,6 @@ class RunEnd:
 
 
 def _raise_stopped(received: signal.Signals, lines: str, cause: BaseException | None) -> NoReturn:
-    stopped = KeyboardInterrupt() if received is signal.SIGINT else SystemExit(128 + received)
+    stopped = KeyboardInterrupt() if received is signal.SIGINT else SystemExit(BY_SIGNAL + received)
     stopped.add_note(LastLines(lines))
     raise stopped from cause

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import signal
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -26,6 +27,7 @@ from nemo_offload_rl.distributed.preflight import (
 from nemo_offload_rl.errors import ConfigError, WorkerDiedError, first_line
 from nemo_offload_rl.keys.run import ClusterConfig
 from nemo_offload_rl.memory.limits import as_started_here, killed_by_kernel
+from nemo_offload_rl.utils.cli import BY_SIGNAL
 
 logger = logging.getLogger(__name__)
 
@@ -166,12 +168,24 @@ def _start_here(options: Mapping[str, Any]) -> list[psutil.Process]:
     try:
         # "local" never joins another user's cluster on this machine.
         ray.init(address="local", include_dashboard=False, _temp_dir=folder, **options)
-    except BaseException:
-        for process in set(psutil.Process().children()) - others:
-            process.kill()
+    except BaseException as error:
+        started = set(psutil.Process().children()) - others
+        # The raylet's agents would notice its end late, and not at all while they start.
+        for process in [*started, *(child for each in started for child in descendants_of(each))]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         ray.shutdown()
+        if isinstance(error, SystemExit) and error.code == signal.SIGTERM:  # raised by Ray's handler
+            error.code = BY_SIGNAL + signal.SIGTERM
         raise
     return [child for child in psutil.Process().children() if child not in others]
+
+
+def descendants_of(process: psutil.Process) -> list[psutil.Process]:
+    """List all processes that a process has started, and theirs; none once it has ended."""
+    with suppress(psutil.NoSuchProcess):
+        return process.children(recursive=True)
+    return []
 
 
 def _not_started(error: Exception) -> ConfigError:

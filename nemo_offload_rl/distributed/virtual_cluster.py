@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from types import FrameType
@@ -40,11 +40,11 @@ from nemo_offload_rl.distributed.preflight import (
     resource_names,
 )
 from nemo_offload_rl.distributed.prepared import PreparedWorkers
-from nemo_offload_rl.distributed.ray_start import Daemons, start_ray
+from nemo_offload_rl.distributed.ray_start import Daemons, descendants_of, start_ray
 from nemo_offload_rl.distributed.watch import Workers
 from nemo_offload_rl.errors import ConfigError, UserError, WorkerDiedError
 from nemo_offload_rl.keys.run import ClusterConfig
-from nemo_offload_rl.utils.cli import EXIT_USER_ERROR, STOP_SIGNALS, stop_signals_blocked
+from nemo_offload_rl.utils.cli import BY_SIGNAL, EXIT_USER_ERROR, STOP_SIGNALS, stop_signals_blocked
 from nemo_offload_rl.utils.liveness import dump_stacks_on_signal
 
 logger = logging.getLogger(__name__)
@@ -218,11 +218,12 @@ def cluster_session(
     cluster: VirtualCluster | None = None
     started: list[psutil.Process] = []
     try:
-        if started_here:
+        with ExitStack() as handling:
             with stop_signals_blocked():  # children inherit the signal mask
-                started = start_ray(settings)
-        # After ray.init, which installs a handler that aborts the driver.
-        with _signals_as_exit():
+                if started_here:
+                    started = start_ray(settings)
+                # After ray.init, which installs a handler of its own, and before a signal that came meanwhile.
+                handling.enter_context(_signals_as_exit())
             cluster = VirtualCluster(settings, num_colocated_groups, started, prepared)
             yield cluster
     finally:
@@ -268,7 +269,7 @@ def _signals_as_exit() -> Iterator[None]:
     status: list[int] = []
 
     def leave(signum: int, frame: FrameType | None) -> None:
-        status.append(128 + signum)
+        status.append(BY_SIGNAL + signum)
         raise SystemExit(status[0])
 
     numbers = [number for number in STOP_SIGNALS if number != signal.SIGINT]
@@ -290,10 +291,7 @@ def _shut_ray_down(daemons: list[psutil.Process]) -> None:
     By itself, Ray sends SIGTERM to one daemon after the other, which they ignore here, and kills each a second later.
     Processes that they have started, such as the raylet's agents, would end even later.
     """
-    processes = list(daemons)
-    for daemon in daemons:
-        with suppress(psutil.NoSuchProcess):
-            processes += daemon.children(recursive=True)
+    processes = [*daemons, *(child for daemon in daemons for child in descendants_of(daemon))]
 
     def kill_all(ended: psutil.Process) -> None:
         for process in processes:
@@ -340,7 +338,7 @@ def _exit_status(error: BaseException | None) -> int:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, KeyboardInterrupt):
-        return 128 + signal.SIGINT
+        return BY_SIGNAL + signal.SIGINT
     return EXIT_USER_ERROR if isinstance(error, UserError) else int(error is not None)
 
 

@@ -26,6 +26,7 @@ import torch
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from nemo_offload_rl.distributed.actors import Outcome, WorkerActor, WorkerLocation
+from nemo_offload_rl.distributed.ray_start import descendants_of
 from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster
 from nemo_offload_rl.distributed.watch import TICK_S, CallTimes, CallWatch
 from nemo_offload_rl.errors import UserError, WorkerDiedError, WorkerHungError
@@ -245,7 +246,7 @@ class RayWorkerGroup:
         self._cluster.unregister(self)
         actors, self._actors = self._actors, []
         workers = self._local_processes()
-        descendants = [child for worker in workers for child in _descendants(worker)]
+        descendants = [child for worker in workers for child in descendants_of(worker)]
         if self._building is None and not self._unfinished:
             closing = [actor.close.remote() for actor in actors]
             ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_TIMEOUT_S)
@@ -381,13 +382,6 @@ class RayWorkerGroup:
             with suppress(psutil.NoSuchProcess):
                 found.append(psutil.Process(location.pid))
         return found
-
-
-def _descendants(process: psutil.Process) -> list[psutil.Process]:
-    """List all processes that a process has started, and theirs; none once it has ended."""
-    with suppress(psutil.NoSuchProcess):
-        return process.children(recursive=True)
-    return []
 
 
 def _best_explanation(errors: list[BaseException]) -> BaseException:

@@ -14,7 +14,8 @@ from typing import TextIO
 from nemo_offload_rl.errors import UserError
 
 EXIT_USER_ERROR = 2
-_BY_SIGNAL = 128
+BY_SIGNAL = 128
+"""Exit status of a process that a signal ends, less the signal's number."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that ask a run to end; `run_end.py` saves first."""
@@ -95,10 +96,10 @@ def ending_process() -> Iterator[None]:
         sys.exit(EXIT_USER_ERROR)
     except KeyboardInterrupt as error:
         _end_with("interrupted", error)
-        sys.exit(_BY_SIGNAL + signal.SIGINT)
+        sys.exit(BY_SIGNAL + signal.SIGINT)
     except SystemExit as left:
         for number in signal.Signals:
-            if left.code == _BY_SIGNAL + number:
+            if left.code == BY_SIGNAL + number:
                 _end_with(f"ended by {number.name}", left)
         raise
 

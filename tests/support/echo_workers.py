@@ -1,6 +1,7 @@
 """Plain classes for worker groups, importable in Ray's worker processes; what takes long to import is left out.
 
-As a script: a driver, `run_until_stopped`, with a second argument under `ending_process`.
+As a script: a driver, `run_until_stopped`, with a second argument under `ending_process`. The argument `early` or
+`pending` has the driver stop itself while Ray starts.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -169,14 +172,39 @@ def run_until_stopped(ready_file: str) -> None:
         wait_for_call = group.start_all(EchoWorker.sleep, 600.0)
         pids = [child.pid for child in psutil.Process().children(recursive=True)]
         assert set(group.pids()) <= set(pids)
-        partial = Path(ready_file + ".partial")
-        partial.write_text(json.dumps(pids))
-        partial.rename(ready_file)
+        write_pids(ready_file, pids)
         wait_for_call()
+
+
+def write_pids(path: str, pids: list[int]) -> None:
+    """Make a file of process ids that is never seen unfinished."""
+    unfinished = Path(path + ".partial")
+    unfinished.write_text(json.dumps(pids))
+    unfinished.rename(path)
+
+
+def stop_this_start(pids_file: str, *, is_pending: bool) -> None:
+    """Send SIGTERM to this process once Ray's raylet has started its agents, whose ids are written first.
+
+    Args:
+        pids_file: Gets the ids of all processes that this one has caused.
+        is_pending: This thread does not take the signal either, so it waits for the main thread.
+    """
+    import psutil
+
+    if is_pending:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    while not any(child.name() == "raylet" and child.children() for child in psutil.Process().children()):
+        time.sleep(0.01)
+    write_pids(pids_file, [child.pid for child in psutil.Process().children(recursive=True)])
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 if __name__ == "__main__":
     if sys.argv[2:]:
+        if sys.argv[2] in ("early", "pending"):
+            stopping = partial(stop_this_start, sys.argv[1], is_pending=sys.argv[2] == "pending")
+            threading.Thread(target=stopping, daemon=True).start()
         with ending_process():
             run_until_stopped(sys.argv[1])
     else:

@@ -121,6 +121,18 @@ def test_a_stopped_driver_leaves_no_process(tmp_path: Path, stop: signal.Signals
     check_all_end(processes)
 
 
+@pytest.mark.parametrize("when", ["early", "pending"])
+def test_a_signal_while_ray_starts_ends_the_process_by_its_status_and_leaves_no_process(
+    tmp_path: Path, when: str
+) -> None:
+    """The main thread does not take the signal, so another thread may; Ray's handler then interrupts Ray's start."""
+    driver, processes = start_driver(tmp_path, when)
+    done = driver.wait(1500)
+    assert (done.status, done.stderr.splitlines()[-1]) == (143, "ended by SIGTERM")
+    _, alive = psutil.wait_procs(processes, timeout=10)  # by themselves, Ray's agents take longer
+    assert alive == []
+
+
 @pytest.mark.parametrize("daemon", ["gcs_server", "ray::DashboardAgent"])
 def test_a_daemon_that_dies_ends_the_run_with_one_line(tmp_path: Path, daemon: str) -> None:
     driver, processes = start_driver(tmp_path, "main")
