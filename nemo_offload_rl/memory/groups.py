@@ -146,7 +146,7 @@ def adapter_elements(policy: TrainedPolicyConfig, config: Mapping[str, object]) 
             "self_attention.linear_qkv": hidden + queries + 2 * keys,
             "self_attention.linear_proj": hidden + queries,
         }
-        of_mlp = {"mlp.linear_fc1": hidden + 2 * inner, "mlp.linear_fc2": hidden + inner}
+        of_mlp = {"mlp.linear_fc1": hidden + (1 + shape.has_gate) * inner, "mlp.linear_fc2": hidden + inner}
     else:
         lora, path = policy.dtensor_cfg.lora_cfg, "model.layers.{}.{}"
         every = lora.match_all_linear
@@ -154,9 +154,18 @@ def adapter_elements(policy: TrainedPolicyConfig, config: Mapping[str, object]) 
             **dict.fromkeys(("self_attn.q_proj", "self_attn.o_proj"), hidden + queries),
             **dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), hidden + keys),
         }
-        of_mlp = dict.fromkeys(("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"), hidden + inner)
+        products = [*(["mlp.gate_proj"] if shape.has_gate else []), "mlp.up_proj", "mlp.down_proj"]
+        of_mlp = dict.fromkeys(products, hidden + inner)
     sizes |= of_mlp if inner else {}
-    names = ((path.format(layer, name), size) for layer in range(shape.num_layers) for name, size in sizes.items())
+    # A layer of Nemotron-H is one of attention, of an MLP or of states.
+    kinds = config.get("layers_block_type")
+    kinds = map(str, kinds) if isinstance(kinds, list) else ("attention mlp",) * shape.num_layers
+    names = (
+        (path.format(layer, name), size)
+        for layer, kind in enumerate(kinds)
+        for name, size in sizes.items()
+        if ("mlp" if name in of_mlp else "attention") in kind
+    )
     return lora.dim * sum(
         size
         for name, size in names

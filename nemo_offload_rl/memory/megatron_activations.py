@@ -67,6 +67,7 @@ class _Layer:
         inner: Input of the MLP's second product; of all copies, with experts.
         copies: Copies of hidden states for experts; 0 in a dense layer.
         shared: Input of the second product of experts that all tokens pass through.
+        has_gate: The first product's output has two halves.
     """
 
     hidden: float
@@ -75,11 +76,12 @@ class _Layer:
     inner: float
     copies: float
     shared: float
+    has_gate: bool
 
     @property
     def of_mlp(self) -> float:
-        """Kept from the second norm's output on; fused kernels keep both halves of the first product's output."""
-        return self.hidden + self.copies + 3 * (self.inner + self.shared)
+        """Kept from the second norm's output on; fused kernels keep all of the first product's output."""
+        return self.hidden + self.copies + (2 + self.has_gate) * (self.inner + self.shared)
 
     @property
     def kept(self) -> float:
@@ -261,6 +263,7 @@ def _model(settings: PolicySettings, megatron: MegatronConfig) -> _Model | None:
         inner=size * max(1, num_copies) * inner_size / split_by,
         copies=num_copies * hidden,
         shared=size * shared_size / tp_size if num_copies else 0.0,
+        has_gate=shape.has_gate,
     )
     logit_bytes = size * shape.vocab_size / tp_size
     return _Model(

@@ -21,6 +21,7 @@ class ModelShape:
         num_experts: Experts of each mixture-of-experts layer, without shared ones; 0 in a dense model.
         num_active_experts: Experts that each token is sent to.
         num_shared_experts: Further experts that get every token.
+        has_gate: MLPs multiply one product by another one, the gate; those with relu2 have one product.
     """
 
     num_layers: int | None
@@ -33,6 +34,7 @@ class ModelShape:
     num_experts: int
     num_active_experts: int
     num_shared_experts: int
+    has_gate: bool
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelShape:
@@ -54,6 +56,7 @@ class ModelShape:
             num_experts=_first(config, _NUM_EXPERTS) if _has_mixtures(config) else 0,
             num_active_experts=_first(config, _NUM_ACTIVE_EXPERTS),
             num_shared_experts=_first(config, _NUM_SHARED_EXPERTS),
+            has_gate="relu2" not in (config.get("hidden_act"), config.get("mlp_hidden_act")),
         )
 
 

@@ -6,13 +6,16 @@ import pytest
 import torch
 from closeness import assert_close
 from lora_cases import ALPHA, BFLOAT16, DIM, lora_settings, lora_worker, merged_by_peft, values_of
+from model_families import save_family_folder
 from policy_cases import NLL, assert_equal, hf_logprobs, make_batch, save_family
 from resume_cases import train_steps, weights_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from nemo_offload_rl.backends.hf.model_folder import local_config
 from nemo_offload_rl.backends.megatron.supported import adapters_problem
 from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.memory.groups import adapter_elements
 
 A, B = ".adapter.linear_in.weight", ".adapter.linear_out.weight"
 
@@ -166,3 +169,13 @@ def test_adapters_that_cannot_be_are_refused(folder, changes, has_experts, messa
     problem = adapters_problem(cfg, has_experts=has_experts)
     assert problem is not None
     assert message in problem
+
+
+@pytest.mark.parametrize("family", ["qwen3", "nemotron", "nemotron_h"])
+def test_a_plan_counts_the_adapters_that_a_model_with_or_without_gates_gets(family, tmp_path):
+    save_family_folder(tmp_path, family)
+    with make_worker(tmp_path) as worker:
+        made = sum(parameter.numel() for parameter in parameters_of(worker).values() if parameter.requires_grad)
+        config = local_config(str(tmp_path), {})
+        assert config is not None
+        assert made == adapter_elements(worker._settings, config) > 0
