@@ -170,6 +170,9 @@ def _start_here(options: Mapping[str, Any]) -> list[psutil.Process]:
         ray.init(address="local", include_dashboard=False, _temp_dir=folder, **options)
     except BaseException as error:
         started = set(psutil.Process().children()) - others
+        for process in started:  # so that it starts no others meanwhile
+            with suppress(psutil.NoSuchProcess):
+                process.suspend()
         # The raylet's agents would notice its end late, and not at all while they start.
         for process in [*started, *(child for each in started for child in descendants_of(each))]:
             with suppress(psutil.NoSuchProcess):

@@ -219,10 +219,11 @@ def cluster_session(
     started: list[psutil.Process] = []
     try:
         with ExitStack() as handling:
+            handling.enter_context(_signals_as_exit())  # other threads may take signals, and this one handles them
             with stop_signals_blocked():  # children inherit the signal mask
                 if started_here:
                     started = start_ray(settings)
-                # After ray.init, which installs a handler of its own, and before a signal that came meanwhile.
+                # Again after ray.init, which sets a handler of its own, and before a signal that came meanwhile.
                 handling.enter_context(_signals_as_exit())
             cluster = VirtualCluster(settings, num_colocated_groups, started, prepared)
             yield cluster

@@ -1,7 +1,7 @@
 """Plain classes for worker groups, importable in Ray's worker processes; what takes long to import is left out.
 
-As a script: a driver, `run_until_stopped`, with a second argument under `ending_process`. The argument `early` or
-`pending` has the driver stop itself while Ray starts.
+As a script: a driver, `run_until_stopped`, with a second argument under `ending_process`. With a third, the name of a
+signal, it stops itself while Ray starts.
 """
 
 from __future__ import annotations
@@ -183,27 +183,28 @@ def write_pids(path: str, pids: list[int]) -> None:
     unfinished.rename(path)
 
 
-def stop_this_start(pids_file: str, *, is_pending: bool) -> None:
-    """Send SIGTERM to this process once Ray's raylet has started its agents, whose ids are written first.
+def stop_this_start(pids_file: str, name: str, *, is_pending: bool) -> None:
+    """Send a signal to this process once Ray's raylet has started its agents, whose ids are written first.
 
     Args:
         pids_file: Gets the ids of all processes that this one has caused.
+        name: The signal.
         is_pending: This thread does not take the signal either, so it waits for the main thread.
     """
     import psutil
 
     if is_pending:
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.Signals[name]])
     while not any(child.name() == "raylet" and child.children() for child in psutil.Process().children()):
         time.sleep(0.01)
     write_pids(pids_file, [child.pid for child in psutil.Process().children(recursive=True)])
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.Signals[name])
 
 
 if __name__ == "__main__":
     if sys.argv[2:]:
-        if sys.argv[2] in ("early", "pending"):
-            stopping = partial(stop_this_start, sys.argv[1], is_pending=sys.argv[2] == "pending")
+        if sys.argv[3:]:
+            stopping = partial(stop_this_start, sys.argv[1], sys.argv[3], is_pending=sys.argv[2] == "pending")
             threading.Thread(target=stopping, daemon=True).start()
         with ending_process():
             run_until_stopped(sys.argv[1])

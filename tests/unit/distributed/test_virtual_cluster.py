@@ -121,14 +121,16 @@ def test_a_stopped_driver_leaves_no_process(tmp_path: Path, stop: signal.Signals
     check_all_end(processes)
 
 
-@pytest.mark.parametrize("when", ["early", "pending"])
+@pytest.mark.parametrize(
+    ("taken", "stop", "status"), [("at once", "SIGTERM", 143), ("at once", "SIGHUP", 129), ("pending", "SIGTERM", 143)]
+)
 def test_a_signal_while_ray_starts_ends_the_process_by_its_status_and_leaves_no_process(
-    tmp_path: Path, when: str
+    tmp_path: Path, taken: str, stop: str, status: int
 ) -> None:
-    """The main thread does not take the signal, so another thread may; Ray's handler then interrupts Ray's start."""
-    driver, processes = start_driver(tmp_path, when)
+    """The main thread does not take the signal; if another one does, a handler, Ray's too, interrupts Ray's start."""
+    driver, processes = start_driver(tmp_path, taken, stop)
     done = driver.wait(1500)
-    assert (done.status, done.stderr.splitlines()[-1]) == (143, "ended by SIGTERM")
+    assert (done.status, done.stderr.splitlines()[-1]) == (status, f"ended by {stop}")
     _, alive = psutil.wait_procs(processes, timeout=10)  # by themselves, Ray's agents take longer
     assert alive == []
 
