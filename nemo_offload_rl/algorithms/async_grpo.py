@@ -20,7 +20,7 @@ from nemo_offload_rl.algorithms.dynamic_sampling import SampledGroups
 from nemo_offload_rl.algorithms.paused_rollouts import ContinuingEngine, Gate
 from nemo_offload_rl.algorithms.rollout_loop import RolloutLoop
 from nemo_offload_rl.algorithms.rollout_parts import RolloutParts
-from nemo_offload_rl.algorithms.rollout_pool import ENGINE_ERRORS, LostRollouts, RolloutPool, Taken
+from nemo_offload_rl.algorithms.rollout_pool import ENGINE_ERRORS, Filling, LostRollouts, RolloutPool, Taken
 from nemo_offload_rl.algorithms.rollout_sampler import AwakeEngine, ServingEngine
 from nemo_offload_rl.data.loader import LookaheadLoader
 from nemo_offload_rl.data.records import Prompt
@@ -75,7 +75,7 @@ class RolloutsAhead:
     def __init__(self, settings: GrpoSectionConfig, parts: RolloutParts, loop: RolloutLoop, *, colocated: bool) -> None:
         assert settings.async_grpo is not None and isinstance(parts.loader, LookaheadLoader)
         self._cfg = cfg = settings.async_grpo
-        self._num_prompts = settings.num_prompts_per_step
+        self._num_prompts, self._num_samples = settings.num_prompts_per_step, settings.num_generations_per_prompt
         self._by_group = cfg.order == "finished"
         self._parts = parts
         self._loop = loop
@@ -107,6 +107,7 @@ class RolloutsAhead:
             first_step=first_step,
             last_step=last_step,
             most_at_once=self._most_at_once(max_age),
+            filling=self._filling(),
         )
         try:
             yield
@@ -118,13 +119,22 @@ class RolloutsAhead:
     def _most_at_once(self, max_age: int) -> int:
         """Return the number of parts that are drawn at a time.
 
-        Engines that stop while the policy trains work on one step's number of groups, which fills them as much as the
-        beginning of a synchronous step does. With more groups, rollouts would be older when a step takes them.
+        Engines that stop while the policy trains begin with one step's number of groups; see `_filling`.
         """
         if not self._by_group:
             return max_age + 1
         most = self._parts.engine.most_callers
         return min(most, self._num_prompts) if self._stops else most
+
+    def _filling(self) -> Filling | None:
+        """Have engines that stop while the policy trains work on one step's number of responses all the time.
+
+        With more, rollouts would be older when a step takes them. Agents' calls come and go, so theirs say nothing.
+        """
+        if not self._stops or self._gate is None:
+            return None
+        engine, per_group = self._parts.engine, self._num_samples
+        return Filling(engine.num_in_progress, self._num_prompts * per_group, per_group, engine.most_callers)
 
     def take(self, step: int) -> SampledGroups:
         """Wait for the rollouts of a step and return them.

@@ -9,12 +9,15 @@ age of rollouts is the version being trained minus the version with which they b
 - Order `data`: step s takes batch s.
 - Order `finished`: a step takes as many parts as a batch has, the oldest of those that have finished. It waits for
   older ones only if too few steps are left for them, see `_enough`. No part is lost.
+- Most responses of a part have ended while its longest is in progress. So engines that work on a fixed number of parts
+  run half empty, and `Filling` begins more while they have room.
 
 The trainer's calls return or raise in the trainer's thread.
 """
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NoReturn, Protocol, cast
 
@@ -23,6 +26,7 @@ from nemo_offload_rl.errors import DeviceMemoryError, WorkerDiedError
 from nemo_offload_rl.utils.threads import in_thread
 
 ENGINE_ERRORS = (WorkerDiedError, DeviceMemoryError)
+_LOOK_S = 0.25
 
 
 class Draw[Item, Drawn](Protocol):
@@ -62,6 +66,23 @@ class LostRollouts(Exception):
         self.engine = engine
 
 
+@dataclass(frozen=True)
+class Filling:
+    """When to begin more parts than `RolloutPool.most_at_once`, while a step waits for its parts.
+
+    Attributes:
+        num_in_progress: Returns the responses that the engines have in progress.
+        most_responses: Responses that they are given.
+        responses_per_part: Responses of a part.
+        most_parts: Parts that may be drawn at the same time.
+    """
+
+    num_in_progress: Callable[[], int]
+    most_responses: int
+    responses_per_part: int
+    most_parts: int
+
+
 @dataclass(eq=False)
 class _Part[Item, Drawn]:
     batch: int
@@ -86,6 +107,7 @@ class RolloutPool[Item, Drawn]:
         first_step: First step to train, from 1.
         last_step: Last step to train.
         most_at_once: Parts that may be drawn at the same time; others wait and are younger for it.
+        filling: Begins more; None if there is no need.
     """
 
     def __init__(
@@ -98,6 +120,7 @@ class RolloutPool[Item, Drawn]:
         first_step: int,
         last_step: int,
         most_at_once: int,
+        filling: Filling | None = None,
     ) -> None:
         self._draw = draw
         self._loader = loader
@@ -110,6 +133,7 @@ class RolloutPool[Item, Drawn]:
         self._changed = threading.Condition()  # guards what the parts' threads read and write
         self._is_closed = False
         self._most_at_once = most_at_once
+        self._filling = filling
 
     @property
     def num_waiting(self) -> int:
@@ -150,16 +174,21 @@ class RolloutPool[Item, Drawn]:
             LostRollouts: The engines have ended.
             Exception: The error of any part.
         """
-        with self._changed:
-            while True:
+        look_s = time.monotonic() + _LOOK_S
+        while True:
+            with self._changed:
                 for part in self._parts:
                     if part.error is not None:
                         _raise(part.error, part.engine)
                 chosen = self._chosen(step)
                 if chosen is not None:
+                    self._parts = [part for part in self._parts if part not in chosen]
                     break
-                self._changed.wait()
-            self._parts = [part for part in self._parts if part not in chosen]
+                may_begin = self._filling is not None and any(not part.has_begun for part in self._parts)
+                self._changed.wait(max(0.0, look_s - time.monotonic()) if may_begin else None)
+            if may_begin and time.monotonic() >= look_s:
+                self._fill()
+                look_s = time.monotonic() + _LOOK_S
         for part in chosen:
             self._loader.use(part.prompts)
         return [Taken(cast(Drawn, part.drawn), step - 1 - part.version) for part in chosen]
@@ -199,13 +228,27 @@ class RolloutPool[Item, Drawn]:
                 return False
         return True
 
-    def _begin_more(self) -> None:
-        """Begin waiting parts while fewer than `most_at_once` are in progress; the caller holds the lock."""
+    def _fill(self) -> None:
+        """Begin waiting parts as far as the engines have room for their responses."""
+        assert self._filling is not None
+        try:
+            num_missing = self._filling.most_responses - self._filling.num_in_progress()
+        except ENGINE_ERRORS:
+            return  # the parts of that engine end with an error
+        with self._changed:
+            most = self._num_in_progress + num_missing // self._filling.responses_per_part
+            self._begin_more(min(most, self._filling.most_parts))
+
+    @property
+    def _num_in_progress(self) -> int:
+        return sum(part.has_begun and not part.is_finished for part in self._parts)
+
+    def _begin_more(self, most: int = 0) -> None:
+        """Begin parts while fewer than `most_at_once`, or `most`, are in progress; the caller holds the lock."""
         if self._is_closed:
             return
-        in_progress = sum(part.has_begun and not part.is_finished for part in self._parts)
         waiting = [part for part in self._parts if not part.has_begun]
-        for part in waiting[: self._most_at_once - in_progress]:
+        for part in waiting[: max(0, max(self._most_at_once, most) - self._num_in_progress)]:
             part.has_begun = True
             in_thread(self._run, part)
 

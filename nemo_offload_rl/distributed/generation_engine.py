@@ -102,6 +102,10 @@ class RayGenerationEngine:
         """See `EngineGroup`."""
         return (_MAX_REQUESTS_IN_FLIGHT - _KEPT_FREE) * self._group.world_size
 
+    def num_in_progress(self) -> int:
+        """See `EngineGroup`."""
+        return sum(self._group.run_all(AsyncVllmEngine.num_in_progress))
+
     @contextmanager
     def reserve(self) -> Iterator[OneRayEngine]:
         """See `EngineGroup`."""

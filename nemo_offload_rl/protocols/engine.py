@@ -162,6 +162,10 @@ class EngineGroup(GenerationEngine, Protocol):
         """Number of threads that may call `generate` at a time, while other calls are still answered."""
         ...
 
+    def num_in_progress(self) -> int:
+        """Return how many responses the engines have begun or queued, and not finished; needs asynchronous engines."""
+        ...
+
     def reserve(self) -> AbstractContextManager[OneEngine]:
         """Return a context with one engine: the one that the fewest callers have reserved now."""
         ...

@@ -74,19 +74,29 @@ class HuggingFaceEngine:
         self.aborts = False
         self.calls: list[tuple[Sequence[Sequence[int]], list[list[Completion]]]] = []
         self.version = 0
+        self._changes, self._num_open = threading.Lock(), 0
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingSettings, num_samples: int = 1
     ) -> list[list[Completion]]:
-        groups = [
-            [
-                self._complete(prompt, sampling, self._draws(sampling, place * num_samples + number))
-                for number in range(num_samples)
+        with self._changes:
+            self._num_open += len(prompts) * num_samples
+        try:
+            groups = [
+                [
+                    self._complete(prompt, sampling, self._draws(sampling, place * num_samples + number))
+                    for number in range(num_samples)
+                ]
+                for place, prompt in enumerate(prompts)
             ]
-            for place, prompt in enumerate(prompts)
-        ]
+        finally:
+            with self._changes:
+                self._num_open -= len(prompts) * num_samples
         self.calls.append((prompts, groups))
         return groups
+
+    def num_in_progress(self) -> int:
+        return self._num_open
 
     @staticmethod
     def _draws(sampling: SamplingSettings, number: int) -> torch.Generator:

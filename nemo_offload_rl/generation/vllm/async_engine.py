@@ -116,6 +116,10 @@ class AsyncVllmEngine(VllmEngineBase):
 
         return [completion for (completion,) in self._wait(all_of_them())]
 
+    def num_in_progress(self) -> int:
+        """Return how many responses have begun or wait, and have not finished."""
+        return self._engine.output_processor.get_num_unfinished_requests()
+
     def abort_generation(self) -> None:
         async def abort() -> None:
             # A pause tells all tokens, which vLLM's aborts do not have (`decode_steps.py`).

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_offload_rl.algorithms.rollout_pool import LostRollouts, RolloutPool
+from nemo_offload_rl.algorithms.rollout_pool import Filling, LostRollouts, RolloutPool
 from nemo_offload_rl.data.loader import LookaheadLoader, ShuffledLoader
 from nemo_offload_rl.errors import DataError, WorkerDiedError
 
@@ -214,6 +214,38 @@ def test_a_long_group_is_passed_by_others_until_it_reaches_the_age_and_is_then_w
     assert pool.num_waiting == 2
     pool.begin_due(2, 0)
     assert [one.age for one in pool.take(3)] == [1, 1]
+    pool.close()
+    slow.close()
+
+
+def test_more_groups_begin_while_a_step_waits_as_far_as_the_responses_of_those_in_progress_leave_room() -> None:
+    slow, num_ended = Slow(set()), 0
+
+    def num_in_progress() -> int:
+        return 4 * len(slow.open) - num_ended
+
+    filling = Filling(num_in_progress, most_responses=8, responses_per_part=4, most_parts=4)
+    pool = make_pool(
+        slow,
+        LookaheadLoader(make_loader(20)),
+        order="finished",
+        max_age=2,
+        last_step=9,
+        most_at_once=2,
+        filling=filling,
+    )
+    pool.begin_due(0, 0)
+    with slow.lock:
+        assert slow.lock.wait_for(lambda: len(slow.open) == 2, 1500)
+    thread = threading.Thread(target=pool.take, args=(1,), daemon=True)
+    thread.start()
+    for num_ended, most in ((5, 3), (16, 4)):  # noqa: B007 (read by `num_in_progress`)
+        with slow.lock:
+            assert slow.lock.wait_for(lambda: len(slow.open) == most, 1500)  # noqa: B023
+    assert set(slow.open) == {(1, 0), (1, 1), (2, 0), (2, 1)}
+    slow.finish(lambda parts: (1, 0))
+    slow.finish(lambda parts: (1, 1))
+    thread.join(1500)
     pool.close()
     slow.close()
 

@@ -236,6 +236,7 @@ def check_weights_in_flight(
             engine.prepare_for_generation(["weights"])
         else:
             engine.call("pause_generation", recomputes)
+        num_in_progress = engine.call("num_in_progress")
         engine.begin("generate", [[*shared, 2]], GREEDY)
         send_weights(engine, weights[1], 2**20, version=6)
         if sleeps:
@@ -248,6 +249,7 @@ def check_weights_in_flight(
         is_old = (logprobs - by_old).abs() < 1e-4
         num_old = num_tokens if is_old.all() else int(is_old.long().argmin())
         pause_s *= 2 if num_old < 2 else 0.7
+    assert num_in_progress == 1 and engine.call("num_in_progress") == 0
     assert response.versions == ((4, num_old), (6, len(response.token_ids) - num_old))
     assert late.versions == ((6, len(late.token_ids)),)
     # The last token that the old weights sampled is the first that the new ones read.
