@@ -150,7 +150,9 @@ def make_cuda_device(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime) -> C
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(host_regions, "_cudart", lambda: runtime)
     monkeypatch.setattr(cuda, "end_of_cuda_allocation", lambda address: address)
-    monkeypatch.setattr(cuda, "_staging_buffer", lambda device: torch.empty(cuda.STAGING_BYTES, dtype=torch.uint8))
+    monkeypatch.setattr(
+        cuda, "_staging_buffer", lambda device, stream: torch.empty(cuda.STAGING_BYTES, dtype=torch.uint8)
+    )
     monkeypatch.setattr(
         torch.Tensor, "is_pinned", lambda self: any(a <= self.data_ptr() < a + n for a, n in runtime.registered.items())
     )

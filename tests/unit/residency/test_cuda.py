@@ -479,6 +479,16 @@ def test_a_small_tensor_that_keeps_a_large_cached_block_is_told_with_what_it_kee
     training.manager.close()
 
 
+def test_buffers_for_copies_keep_no_cached_block_that_was_partly_in_use_when_they_were_made():
+    torch.cuda.empty_cache()
+    torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
+    loaded = torch.zeros(24 << 20, dtype=torch.uint8, device="cuda")
+    device = make_device(torch.device("cuda"))
+    del loaded
+    device.release_cache()
+    assert torch.cuda.memory_reserved() - torch.cuda.memory_allocated() < 64 << 20
+
+
 def test_what_passes_have_freed_is_no_room_for_groups_and_what_groups_have_freed_is():
     device, size = make_device(torch.device("cuda")), 256 << 20
     torch.cuda.empty_cache()
