@@ -33,6 +33,7 @@ from nemo_offload_rl.backends.dtensor.state_mixers import sequence_arguments, wi
 from nemo_offload_rl.backends.dtensor.supported import COLUMNS, ROWS
 from nemo_offload_rl.backends.hf.export import load_config
 from nemo_offload_rl.backends.hf.model_folder import local_config, local_folder
+from nemo_offload_rl.errors import UserError
 from nemo_offload_rl.keys.dtensor import DTensorLoraConfig
 from nemo_offload_rl.keys.worker import PolicySettings
 from nemo_offload_rl.memory.groups import base_element_bytes
@@ -81,9 +82,9 @@ class ModelMemory:
         outer_bytes: Kept outside of the layers: the last norm, masks, rotary angles.
         shared_bytes: Masks and rotary angles, which all layers read.
         layers: Memory of each layer.
-        layer_bytes: Copies of the largest layer's parameters in the compute type. A lone rank copies no frozen
-            parameters that are in that type.
-        layer_cast_bytes: The largest of those.
+        copies: Copies of parameters in the compute type, of each kind of layer: bytes of each, and whether it is one of
+            experts. A lone rank copies no frozen parameters that are in that type.
+        expert_size: Ranks that share out experts; those of a rank get as many tokens however many there are.
         root_bytes: Copies of the parameters outside of layers in the compute type.
         root_cast_bytes: The largest of those.
         trained_root_bytes: Trained parameters outside of layers in the compute type.
@@ -97,13 +98,27 @@ class ModelMemory:
     outer_bytes: int
     shared_bytes: int
     layers: Sequence[LayerMemory]
-    layer_bytes: int
-    layer_cast_bytes: int
+    copies: Sequence[Sequence[tuple[int, bool]]]
+    expert_size: int
     root_bytes: int
     root_cast_bytes: int
     trained_root_bytes: int
     output_bytes: int
     num_columns: int
+
+    @property
+    def layer_bytes(self) -> int:
+        """Copies of the largest layer's parameters."""
+        return max(map(sum, self._of_layers))
+
+    @property
+    def layer_cast_bytes(self) -> int:
+        """The largest copy of a parameter of a layer."""
+        return max(map(max, filter(None, self._of_layers)), default=0)
+
+    @property
+    def _of_layers(self) -> list[list[int]]:
+        return [[size // (self.expert_size if is_expert else 1) for size, is_expert in of] for of in self.copies]
 
     def need(self, fixed_bytes: int, token_bytes: int) -> PassNeed:
         """Make a need of fixed bytes and of those of all tokens of the trace."""
@@ -251,19 +266,18 @@ def _traced(settings: PolicySettings, row: _Row, *, is_training: bool, in_place:
             attention=_attention(settings.model_name, overrides, dtype, row.longest, row.is_packed),
             dtype=dtype,
             tensor_size=dtensor.tensor_parallel_size,
-            expert_size=dtensor.expert_parallel_size,
             lora=dtensor.lora_cfg if dtensor.lora_cfg.enabled and is_training else None,
         )
-        if model.attention not in _WITHOUT_MASKS:
-            return _trace(model, row, is_compiled=dtensor.torch_compile, in_place=in_place)
-        # Memory grows with the number of tokens, so that one trace serves all lengths.
-        num_tokens = _odd_multiple(_TOKENS, model.tensor_size)
-        any_row = replace(row, num_tokens=num_tokens, longest=_TOKENS // 2, num_sharing=1)
-        traced = _trace(model, any_row, is_compiled=dtensor.torch_compile, in_place=in_place)
-        return replace(traced, num_sharing=row.num_sharing)
-    except Exception:  # a family's code may fail in any way on tensors without data; the need is unknown then
-        logger.debug("passes of %s cannot be traced", settings.model_name, exc_info=True)
+    except UserError:  # of config.json, which others report
         return None
+    traced_row = row
+    if model.attention in _WITHOUT_MASKS:  # then memory grows with the number of tokens: one trace serves all lengths
+        num_tokens = _odd_multiple(_TOKENS, model.tensor_size)
+        traced_row = replace(row, num_tokens=num_tokens, longest=_TOKENS // 2, num_sharing=1)
+    traced = _trace(model, traced_row, is_compiled=dtensor.torch_compile, in_place=in_place)
+    if traced is None:
+        return None
+    return replace(traced, num_sharing=row.num_sharing, expert_size=dtensor.expert_parallel_size)
 
 
 @dataclass(frozen=True)
@@ -275,7 +289,6 @@ class _Model:
     attention: str
     dtype: torch.dtype
     tensor_size: int
-    expert_size: int
     lora: DTensorLoraConfig | None
 
 
@@ -292,7 +305,7 @@ def _attention(name: str, overrides: str, dtype: torch.dtype, longest: int, pack
 
 @lru_cache(maxsize=32)
 def _built(model: _Model) -> Any:
-    """Build a rank's part of a model without data, in the compute type."""
+    """Build a tensor-parallel rank's part of a model without data, in the compute type, with all experts."""
     causal_lm = build_causal_lm(_config(model.name, model.overrides), model.attention)
     without_kernels(causal_lm)  # which need values
     for module in causal_lm.modules():
@@ -306,10 +319,6 @@ def _built(model: _Model) -> Any:
     causal_lm.to("meta")
     for parameter in causal_lm.parameters():
         parameter.data = parameter.data.to(model.dtype)
-    for experts in expert_modules(causal_lm):
-        for name, weight in list(experts.named_parameters(recurse=False)):
-            _replace(experts, name, (len(weight) // model.expert_size, *weight.shape[1:]))
-        experts.num_experts //= model.expert_size
     _split(causal_lm, model.tensor_size)
     return causal_lm
 
@@ -365,7 +374,16 @@ def _delta_rule_bytes(rule: Callable[..., Any], num_chunks: int, num_heads: int,
 
 
 @lru_cache(maxsize=256)
-def _trace(model: _Model, row: _Row, *, is_compiled: bool, in_place: bool) -> ModelMemory:
+def _trace(model: _Model, row: _Row, *, is_compiled: bool, in_place: bool) -> ModelMemory | None:
+    """Trace a model; None, once and for all, if its code does not run without data or in such parts."""
+    try:
+        return _model_memory(model, row, is_compiled=is_compiled, in_place=in_place)
+    except Exception:  # a family's code may fail in any way on tensors without data; the need is unknown then
+        logger.debug("passes of %s cannot be traced", model.name, exc_info=True)
+        return None
+
+
+def _model_memory(model: _Model, row: _Row, *, is_compiled: bool, in_place: bool) -> ModelMemory:
     causal_lm = _built(model)
     layers = decoder_layers(causal_lm)
     calls, outer_bytes = _layer_calls(causal_lm, layers, _model_inputs(causal_lm, row), row, model.dtype)
@@ -393,7 +411,7 @@ def _trace(model: _Model, row: _Row, *, is_compiled: bool, in_place: bool) -> Mo
     # Passes that read a frozen model in place copy only the adapters.
     is_copied = (lambda it: model.lora is not None and it.requires_grad) if in_place else (lambda it: True)
     one_of_each = dict(zip(kinds, layers, strict=True)).values()
-    of_layers = [[it.nbytes for it in layer.parameters() if is_copied(it)] for layer in one_of_each]
+    in_experts = {parameter for experts in expert_modules(causal_lm) for parameter in experts.parameters(recurse=False)}
     of_root = [size for it, size in root.items() if is_copied(it)]
     return ModelMemory(
         num_tokens=row.num_tokens,
@@ -402,8 +420,8 @@ def _trace(model: _Model, row: _Row, *, is_compiled: bool, in_place: bool) -> Mo
         outer_bytes=outer_bytes,
         shared_bytes=sum(it.nbytes() for it in shared.values()),
         layers=[found[kind] for kind in kinds],
-        layer_bytes=max(map(sum, of_layers)),
-        layer_cast_bytes=max((size for sizes in of_layers for size in sizes), default=0),
+        copies=[[(it.nbytes, it in in_experts) for it in layer.parameters() if is_copied(it)] for layer in one_of_each],
+        expert_size=1,
         root_bytes=sum(of_root),
         root_cast_bytes=max(of_root, default=0),
         trained_root_bytes=sum(size for it, size in root.items() if it.requires_grad),
