@@ -14,9 +14,9 @@ _WRONG_FROM, _RIGHT_FROM = Version("3.4.0"), Version("3.7.1")
 def gradients_problem() -> str | None:
     """Say why flash-linear-attention has no right gradients of gated delta nets on this GPU, and what to install.
 
-    Its kernels need Triton, whose releases from 3.4.0 to before 3.7.1 compile one of them wrongly for Hopper GPUs
-    (flash-linear-attention's issue #640). The package raises an error in the first backward pass then, unless a
-    replacement is installed: FlashQLA, or TileLang with CUDA's compiler.
+    Triton 3.4.0 to 3.7.0 compiles one of the package's kernels wrongly for Hopper GPUs (flash-linear-attention's issue
+    #640). With these versions the package raises an error in the first backward pass, unless a replacement is
+    installed: FlashQLA, or TileLang with CUDA's compiler.
 
     Source: `chunk_bwd_dqkwg` in fla/ops/common/chunk_o.py of flash-linear-attention 0.6.0.
 
