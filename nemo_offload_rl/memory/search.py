@@ -209,9 +209,14 @@ class Search:
             starts = [self.given, self._smallest(dimensions), *self._of_tier(dimensions, [], _MOST_CHANGES, _way)]
             best = min((self._descend(start, dimensions) for start in starts), key=lambda trial: trial.cost)
             if self._works(best):
-                best = self._with_other_layouts(best, dimensions)
-                return self._with_less(best, dimensions)
+                return self._frugal(self._with_other_layouts(best, dimensions), dimensions)
         return None
+
+    def _frugal(self, trial: Trial, dimensions: Sequence[Dimension]) -> Trial:
+        """Choose micro-batches that need less memory, and go on where something faster fits then."""
+        less = self._with_less(trial, dimensions)
+        found = self._descend(self._best(less, dimensions), dimensions)
+        return self._frugal(found, dimensions) if found.cost < trial.cost else less
 
     def _with_other_layouts(self, trial: Trial, dimensions: Sequence[Dimension]) -> Trial:
         """Try other layouts, each with other micro-batches, since a layout alone may only pay with these."""
