@@ -2,7 +2,7 @@
 
 Hidden sizes, heads and layers of Qwen3.5, Nemotron-H, Moonlight and GLM-4.7-Flash as their config.json files give them;
 `12-layers` are cut to 12 layers, and mixtures to 64 experts, with latent attention to 32. Weights are drawn as
-transformers initializes them.
+transformers initializes them, but for the routers' (`widen_routers`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+
+from qwen3_shapes import ROUTER_STD, STD
 
 _QWEN3_5: dict[str, Any] = {
     "vocab_size": 151936,
@@ -176,6 +178,13 @@ def _model(name: str, device: str) -> Any:
         return AutoModelForCausalLM.from_config(_config(name), dtype=torch.bfloat16)
 
 
+def widen_routers(model: Any) -> None:
+    """Make the weights of routers wider, as those of `qwen3_shapes.ROUTER_STD` are."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("mlp.gate.weight"):
+            parameter.data.mul_(ROUTER_STD / STD)
+
+
 def is_written(path: Path, name: str) -> bool:
     """Tell whether the folder has all of a model of this shape: the tokenizer is written last."""
     done = path / "tokenizer_config.json"
@@ -189,6 +198,7 @@ def write_model(path: Path, name: str, device: str) -> None:
 
     torch.manual_seed(0)
     model = _model(name, device)
+    widen_routers(model)
     model.save_pretrained(path)
     make_tokenizer().save_pretrained(path)
     print(f"model: {model.num_parameters() / 1e9:.2f} B parameters in {path}", flush=True)

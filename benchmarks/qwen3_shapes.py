@@ -171,14 +171,14 @@ def num_parameters(shape: Qwen3Shape | MoeShape) -> int:
 def is_written(path: Path, shape: Qwen3Shape | MoeShape, ties_embeddings: bool) -> bool:
     """Whether the folder has all of a model of this shape: the tokenizer is written last."""
     config = path / "config.json"
-    expected = _hf_config(shape, ties_embeddings)
+    expected = hf_config(shape, ties_embeddings)
     return (path / "tokenizer_config.json").exists() and json.loads(config.read_text()) == expected
 
 
 def write_config(path: Path, name: str) -> None:
     """Write a folder with the config.json of the shape of a name, for plans."""
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(_hf_config(shape_of(name), name in TIED), indent=1))
+    (path / "config.json").write_text(json.dumps(hf_config(shape_of(name), name in TIED), indent=1))
 
 
 def write_model(path: Path, shape: Qwen3Shape | MoeShape, device: str, ties_embeddings: bool = False) -> None:
@@ -216,7 +216,7 @@ def write_model(path: Path, shape: Qwen3Shape | MoeShape, device: str, ties_embe
     total_bytes = sum(num_bytes for _, num_bytes in files)
     index = {"metadata": {"total_size": total_bytes}, "weight_map": places}
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    (path / "config.json").write_text(json.dumps(_hf_config(shape, ties_embeddings), indent=1))
+    (path / "config.json").write_text(json.dumps(hf_config(shape, ties_embeddings), indent=1))
     make_tokenizer().save_pretrained(path)
     print(f"model: {total_bytes / 2e9:.2f} B parameters in {path}", flush=True)
 
@@ -247,7 +247,8 @@ def _no_layer(shape: Qwen3Shape | MoeShape, ties_embeddings: bool) -> Iterator[R
         yield "lm_head.weight", (shape.vocab, shape.hidden), STD
 
 
-def _hf_config(shape: Qwen3Shape | MoeShape, ties_embeddings: bool) -> dict[str, Any]:
+def hf_config(shape: Qwen3Shape | MoeShape, ties_embeddings: bool) -> dict[str, Any]:
+    """Entries of the config.json of a shape."""
     return {
         **shape.own_config(),
         "dtype": "bfloat16",

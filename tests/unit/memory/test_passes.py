@@ -23,7 +23,7 @@ EXAMPLES = {"dtensor": "grpo_math_1B.yaml", "megatron": "grpo_math_1B_megatron.y
 BF16_GRADS = "policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32=false"
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-from qwen3_shapes import TIED, _hf_config, shape_of  # noqa: E402
+from qwen3_shapes import TIED, hf_config, shape_of  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def folder_of(tmp_path_factory):
     def folder(shape: str) -> Path:
         path = tmp_path_factory.getbasetemp() / f"passes-{shape}"
         path.mkdir(exist_ok=True)
-        (path / "config.json").write_text(json.dumps(_hf_config(shape_of(shape), shape in TIED)))
+        (path / "config.json").write_text(json.dumps(hf_config(shape_of(shape), shape in TIED)))
         return path
 
     return folder
