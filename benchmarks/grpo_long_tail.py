@@ -6,9 +6,9 @@
 
 A random model says nothing that ends, so each response has a length of its own, which is where it is cut: log-normal,
 its 99th percentile 8 times its median, from a hash of the prompt, the seed and its number. All sides draw from the same
-distribution. With one GPU policy and engine share it. With two, `synchronous`, `colocated` and `kept` use both for
-policy and engines; `data` and `finished` have one for each. `kept` is `colocated`, but the KV cache of unfinished
-responses is kept on the host, where `colocated` computes it again. Printed for each side: steps an hour, without the
+distribution. With one GPU policy and engine share it. With two, `data` and `finished` have one for each, and the others
+use both for policy and engines. `colocated` computes the KV cache of unfinished responses again; `kept` keeps it on the
+host, and `awake` in an engine that never sleeps. Printed for each side: steps an hour, without the
 first steps, which fill the pool, and the last, which empty it; tokens trained on per second of those steps; the mean
 length trained on and sampled; the age of the rollouts; seconds of waiting for rollouts and of training.
 """
@@ -46,6 +46,7 @@ SIDES = {
     "synchronous": [],
     "colocated": FINISHED,
     "kept": [*FINISHED, "grpo.async_grpo.paused_kv=host"],
+    "awake": [*FINISHED, "grpo.async_grpo.paused_kv=device", "policy.generation.vllm_cfg.enable_sleep_mode=false"],
     "data": [*AHEAD, *APART, "grpo.async_grpo.order=data"],
     "finished": [*FINISHED, *APART],
 }
@@ -194,7 +195,9 @@ def main() -> None:
     parser.add_argument("--keys", nargs="*", default=[], help="overrides of all sides")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    names = args.sides or (["synchronous", "colocated", "kept"] if args.gpus == 1 and not args.cpu else list(SIDES))
+    names = args.sides or (
+        ["synchronous", "colocated", "kept", "awake"] if args.gpus == 1 and not args.cpu else list(SIDES)
+    )
     result: dict[str, Any] = {**measured_with(), "settings": {key: str(value) for key, value in vars(args).items()}}
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"

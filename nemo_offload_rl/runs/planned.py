@@ -45,13 +45,14 @@ def with_chosen_kv(config: RolloutConfig, gpu: Gpu | None = None) -> RolloutConf
     """Choose for `grpo.async_grpo.paused_kv: auto` whether engines keep KV blocks on the host.
 
     They do if the estimated copies take less time than computing the blocks again. Without a GPU of known rates, if the
-    model's size is unknown, or if it has layers with states, they keep none.
+    model's size is unknown, or if it has layers with states, they keep none. Engines that never sleep leave them where
+    they are.
 
     Args:
         config: The run.
         gpu: The GPU to plan for; None for the smallest of this machine.
     """
-    if not _chooses_kv(config):
+    if not _chooses_kv(config) or config.engine.keeps_kv_on_device:
         return config
     gpu, seconds = gpu or gpu_here(), None
     model = local_model_config(config)
@@ -68,7 +69,10 @@ def chosen_kv_line(config: RolloutConfig) -> str | None:
     """Return what `with_chosen_kv` chose for this configuration, in words; None if a key says it."""
     if not _chooses_kv(config):
         return None
-    kept = "copied to the host and back" if config.engine.kept_kv_bytes else "computed again"
+    if config.engine.keeps_kv_on_device:
+        kept = "left on the device"
+    else:
+        kept = "copied to the host and back" if config.engine.kept_kv_bytes else "computed again"
     return f"grpo.async_grpo.paused_kv=auto: KV caches of unfinished responses are {kept} while the policy trains"
 
 

@@ -293,6 +293,16 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
                 WEIGHTED,
                 *FINISHED,
                 "policy.generation.colocated.enabled=true",
+                "grpo.async_grpo.paused_kv=device",
+            ],
+            "so engines lose their caches while the policy trains; set enable_sleep_mode to false",
+        ),
+        (
+            [
+                *AHEAD,
+                WEIGHTED,
+                *FINISHED,
+                "policy.generation.colocated.enabled=true",
                 "grpo.async_grpo.recompute_kv_cache_after_weight_updates=true",
                 "grpo.async_grpo.paused_kv=auto",
             ],
