@@ -30,7 +30,7 @@ LIMITS = {
     "imports upward": 0,
     "circles of modules": 0,
     "modules": 336,
-    "lines": 63600,
+    "lines": 63570,
     "modules under 60 lines with one importer": 0,
 }
 
