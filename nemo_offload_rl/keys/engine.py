@@ -76,7 +76,7 @@ class VllmSettings(VllmConfig):
 
     @property
     def keeps_paused(self) -> bool:
-        """Whether unfinished responses wait in the engine while it does not generate, instead of being given back."""
+        """Whether the engine keeps unfinished responses while it does not generate; otherwise it gives them back."""
         return self.kept_kv_bytes is not None or self.keeps_kv_on_device
 
 
