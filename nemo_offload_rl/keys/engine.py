@@ -76,7 +76,7 @@ class VllmSettings(VllmConfig):
 
     @property
     def keeps_paused(self) -> bool:
-        """Whether the engine keeps unfinished responses while it does not generate; otherwise it gives them back."""
+        """Unfinished responses stay in the engine while it does not generate."""
         return self.kept_kv_bytes is not None or self.keeps_kv_on_device
 
 
