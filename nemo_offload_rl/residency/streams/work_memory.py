@@ -47,7 +47,7 @@ class WorkMemory:
     # -- answers
 
     def is_known(self, *phases: Phase) -> bool:
-        """Tell whether each phase has been seen with two passes of each kind, the present kind of pass included.
+        """Tell whether each phase has been seen: the present kind of pass, and twice the kind that needs most.
 
         One does not tell: the first pass of a kind compiles, and has its memory in other pieces than later ones.
         """
@@ -191,7 +191,8 @@ class WorkMemory:
         seen = self._seen.get(phase)
         if seen is None or (phase is self._phase and self._kind is not None and self._kind not in seen):
             return False
-        return all(kind is None or need.num_passes > 1 for kind, need in seen.items())
+        of_passes = [need for kind, need in seen.items() if kind is not None]
+        return not of_passes or max(of_passes, key=lambda need: need.most_bytes).num_passes > 1
 
     def _drain_peak(self) -> int:
         peak_bytes = self._device.drain_peak_bytes()
