@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 from common import ROOT, make_model, measured_with, steps_in, write_result
 from distillation import ARITHMETIC
 from large_model import process_bytes
@@ -264,7 +265,7 @@ def line_of(name: str, steps: Sequence[Mapping[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", default=[""], help="parts of names; two_* cases need two GPUs")
+    parser.add_argument("--cases", nargs="+", default=[""], help="parts of names; cases of two GPUs are left out on one")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--cpu", action="store_true", help="tiny models and short rows, to try it; DTensor alone")
     parser.add_argument("--dir", type=Path, help="folder of models, made where they are missing; in --out without it")
@@ -280,8 +281,9 @@ def main() -> None:
         run_case(arguments.one, out / arguments.one, models, arguments.steps, arguments.overrides, on_cpu=arguments.cpu)
         return
     begin_s, results = time.monotonic(), {**measured_with(), "cases": {}}
+    num_gpus = torch.cuda.device_count()
     for name, case in CASES.items():
-        is_left_out = arguments.cpu and ON_MEGATRON[1] in case.overrides
+        is_left_out = ON_MEGATRON[1] in case.overrides if arguments.cpu else case.gpus > num_gpus
         if is_left_out or not any(part in name for part in arguments.cases):
             continue
         if time.monotonic() - begin_s > arguments.until_s:
