@@ -5,9 +5,11 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from nemo_offload_rl.experience.pass_at_k import powers_of_two
+from nemo_offload_rl.keys.grpo import RolloutSectionConfig, needs_prev_logprobs
+from nemo_offload_rl.keys.master import DistillationMasterConfig, DpoMasterConfig, GrpoMasterConfig, RunConfig
 
 _UPDATE = ("loss", "grad_norm", "learning_rate", "skipped_updates", "oom_splits")
 _SPREAD = ("mean", "std", "min", "max")
@@ -21,13 +23,12 @@ _ROLLOUTS = (
     "mean_response_tokens",
     "max_response_tokens", "mean_turns", "truncation_rate", "failed_rate", "timed_out_rate", "no_reward_rate",
 )  # fmt: skip
-_TRUNCATION = ("is_oob_ratio",)
-_AGREEMENT = ("mean_seq_mult_prob_error", "max_seq_mult_prob_error")
-_DYNAMIC_SAMPLING = (
-    "dynamic_sampling_batches", "dynamic_sampling_constant_groups", "filtered_reward_mean", "filtered_accuracy",
-)  # fmt: skip
 _SIZES = ("num_tokens", "total_tokens", "training_tokens_per_s")
 _ROUTING = ("routed_token_rate", "routed_experts_mib")
+_DISTILLATION = (
+    "teacher_topk_mass", "token_mult_prob_error", "sampled_nll", "outside_nucleus_rate", "generation_tokens_per_s",
+    "teacher_tokens_per_s",
+)  # fmt: skip
 _PREFERENCES = (
     "preference_loss", "sft_loss", "accuracy", "rewards_chosen_mean", "rewards_rejected_mean", "rewards_margin_mean",
     "logps_chosen_mean", "logps_rejected_mean",
@@ -37,89 +38,64 @@ type Names = Mapping[str, tuple[str, ...]]
 """Names under `train` and under `val`."""
 
 
-def grpo_names(
-    *,
-    group_size: int,
-    val_group_size: int,
-    dynamic_sampling: bool,
-    scores_before_training: bool,
-    truncates: bool,
-    masks_by_error: bool,
-    filters: bool = False,
-    collects_ahead: bool = False,
-    takes_finished: bool = False,
-    positive_examples: bool = False,
-    stops: bool = False,
-    agents: bool = False,
-    replays: bool = False,
-) -> Names:
-    """List the metrics of a GRPO run.
+_OF_DATA = ("reward_mean/<data set>", "accuracy/<data set>", "reward_part/<part>", "reward_extra/<name>")
 
-    Args:
-        group_size: Responses to each prompt.
-        val_group_size: Responses to each validation prompt.
-        dynamic_sampling: The key `grpo.use_dynamic_sampling`.
-        scores_before_training: There is a logprob pass.
-        truncates: `loss_fn.truncated_importance_sampling_ratio` is set.
-        masks_by_error: `grpo.seq_logprob_error_threshold` is set.
-        filters: `grpo.rollout_filter.target` is set.
-        collects_ahead: The key `grpo.async_grpo.enabled`.
-        takes_finished: `grpo.async_grpo.order` is finished.
-        agents: Engines serve agents.
-        replays: The key `policy.router_replay.enabled`.
-        stops: `grpo.rollout_stop.target` is set.
-        positive_examples: `loss_fn.positive_example_nll_weight` is set.
-    """
-    spreads = tuple(f"{name}_{kind}" for name in ("reward", "shaped_reward", "advantage") for kind in _SPREAD)
-    return {
-        "train": (
-            *spreads,
-            *_ROLLOUTS,
-            *_pass_at(group_size),
-            *_UPDATE,
-            *_POLICY_GRADIENT,
-            *_SIZES,
-            *(() if takes_finished else ("generation_tokens_per_s",)),
-            *(("logprob_tokens_per_s", *_AGREEMENT) if scores_before_training else ()),
-            *(("num_masked_seqs_by_logprob_error",) if masks_by_error else ()),
-            *(("rollout_filter_rate",) if filters else ()),
-            *(("mean_conversations",) if agents else ()),
-            *(_ROUTING if replays else ()),
-            *(("rollout_stop_rate",) if stops else ()),
-            *(("positive_nll_loss",) if positive_examples else ()),
-            *(_TRUNCATION if truncates else ()),
-            *(_DYNAMIC_SAMPLING if dynamic_sampling else ()),
-            *(("avg_trajectory_age", "avg_token_age", "max_token_age", "buffer_size") if collects_ahead else ()),
-            *(("trained_length_mean", "sampled_length_mean") if takes_finished else ()),
-            "reward_mean/<data set>",
-            "accuracy/<data set>",
-            "reward_part/<part>",
-            "reward_extra/<name>",
+
+def _takes_finished(cfg: GrpoMasterConfig) -> bool:
+    ahead = cfg.grpo.async_grpo
+    return ahead is not None and cfg.grpo.is_async and ahead.order == "finished"
+
+
+# Metrics that only some GRPO runs have, each with the keys that decide it.
+GRPO_WITH: Sequence[tuple[tuple[str, ...], Callable[[GrpoMasterConfig], bool]]] = (
+    (("generation_tokens_per_s",), lambda cfg: not _takes_finished(cfg)),
+    (("trained_length_mean", "sampled_length_mean"), _takes_finished),
+    (
+        ("avg_trajectory_age", "avg_token_age", "max_token_age", "buffer_size"),
+        lambda cfg: cfg.grpo.is_async,
+    ),
+    (
+        ("logprob_tokens_per_s", "mean_seq_mult_prob_error", "max_seq_mult_prob_error"),
+        lambda cfg: needs_prev_logprobs(cfg.grpo, cfg.loss_fn),
+    ),
+    (("num_masked_seqs_by_logprob_error",), lambda cfg: cfg.grpo.seq_logprob_error_threshold is not None),
+    (
+        ("rollout_filter_rate",),
+        lambda cfg: cfg.grpo.rollout_filter is not None and cfg.grpo.rollout_filter.target is not None,
+    ),
+    (
+        ("rollout_stop_rate",),
+        lambda cfg: cfg.grpo.rollout_stop is not None and cfg.grpo.rollout_stop.target is not None,
+    ),
+    (("mean_conversations",), lambda cfg: cfg.policy.generation.vllm_cfg.expose_http_server),
+    (_ROUTING, lambda cfg: cfg.policy.router_replay.enabled),
+    (("positive_nll_loss",), lambda cfg: cfg.loss_fn.positive_example_nll_weight > 0),
+    (("is_oob_ratio",), lambda cfg: cfg.loss_fn.truncated_importance_sampling_ratio is not None),
+    (
+        (
+            "dynamic_sampling_batches", "dynamic_sampling_constant_groups", "filtered_reward_mean", "filtered_accuracy",
         ),
-        "val": _of_validation(val_group_size),
-    }
+        lambda cfg: cfg.grpo.use_dynamic_sampling,
+    ),
+)  # fmt: skip
 
 
-def distillation_names(*, group_size: int, val_group_size: int, replays: bool = False) -> Names:
-    """List the metrics of a distillation run; arguments as in `grpo_names`."""
-    return {
-        "train": (
-            *(f"reward_{kind}" for kind in _SPREAD),
-            *_ROLLOUTS,
-            *_pass_at(group_size),
-            *_UPDATE,
-            "teacher_topk_mass", "token_mult_prob_error", "sampled_nll", "outside_nucleus_rate",
-            *_SIZES,
-            "generation_tokens_per_s",
-            "teacher_tokens_per_s",
-            *(_ROUTING if replays else ()),
-            "reward_mean/<data set>",
-            "accuracy/<data set>",
-            "reward_part/<part>",
-            "reward_extra/<name>",
-        ),
-        "val": _of_validation(val_group_size),
-    }  # fmt: skip
+def names_of(cfg: RunConfig) -> Names:
+    """List the metrics of a run."""
+    if isinstance(cfg, GrpoMasterConfig):
+        spreads = (f"{name}_{kind}" for name in ("reward", "shaped_reward", "advantage") for kind in _SPREAD)
+        some = (name for names, has_them in GRPO_WITH if has_them(cfg) for name in names)
+        return _of_rollouts(cfg.grpo, *spreads, *_POLICY_GRADIENT, *some)
+    if isinstance(cfg, DistillationMasterConfig):
+        spread = (f"reward_{kind}" for kind in _SPREAD)
+        routing = _ROUTING if cfg.policy.router_replay.enabled else ()
+        return _of_rollouts(cfg.distillation, *spread, *_DISTILLATION, *routing)
+    return DPO_NAMES if isinstance(cfg, DpoMasterConfig) else SFT_NAMES
+
+
+def _of_rollouts(section: RolloutSectionConfig, *more: str) -> Names:
+    of_training = (*more, *_ROLLOUTS, *_pass_at(section.num_generations_per_prompt), *_UPDATE, *_SIZES, *_OF_DATA)
+    return {"train": of_training, "val": _of_validation(section.val_num_generations_per_prompt)}
 
 
 def _each_set(*names: str) -> tuple[str, ...]:

@@ -12,7 +12,8 @@ import pytest
 from documented_metrics import documented, without_match
 from forked import Finished
 
-from nemo_offload_rl.algorithms.metric_names import distillation_names
+from nemo_offload_rl.algorithms.metric_names import names_of
+from nemo_offload_rl.runs.loading import load_distillation_config
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "examples/configs/distillation_arithmetic_cpu.yaml"
@@ -95,14 +96,14 @@ def test_the_student_comes_nearer_to_the_teacher(metrics: dict[int, dict[str, fl
         assert 0 < record["train/teacher_topk_mass"] < 1
 
 
-def test_a_run_measures_exactly_what_the_documentation_says(metrics: dict[int, dict[str, float]]) -> None:
+def test_a_run_measures_exactly_what_the_documentation_says(folder: Path, metrics: dict[int, dict[str, float]]) -> None:
     training = documented("In every step of distillation")
     validation = documented("In every validation")
     assert not without_match(validation, metrics[0])
     assert without_match(metrics[3], training) == set()
     of_other_processes = {"memory/host_policy_gib", "memory/host_engine_gib"}
     assert without_match(training, metrics[3]) == of_other_processes
-    names = distillation_names(group_size=2, val_group_size=1)
+    names = names_of(load_distillation_config(folder / "run/config.yaml"))
     known = {f"train/{name}" for name in names["train"]} | {f"validation/{name}" for name in names["val"]}
     ranked = {name for record in metrics.values() for name in record if name.startswith(("train/", "validation/"))}
     assert {name for name in ranked if name not in known} == set()

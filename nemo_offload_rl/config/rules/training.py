@@ -9,18 +9,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from nemo_offload_rl.algorithms.checkpoints import seconds_of
-from nemo_offload_rl.algorithms.metric_names import (
-    DPO_NAMES,
-    SFT_NAMES,
-    Names,
-    distillation_names,
-    grpo_names,
-    metric_problem,
-)
+from nemo_offload_rl.algorithms.metric_names import metric_problem, names_of
 from nemo_offload_rl.backends.dtensor.torch_optim import NO_OPTIMIZER, optimizer_spec, try_schedule
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.keys.grpo import needs_prev_logprobs
-from nemo_offload_rl.keys.master import DistillationMasterConfig, DpoMasterConfig, GrpoMasterConfig, RunConfig, rules_in
+from nemo_offload_rl.keys.master import RunConfig, rules_in
 from nemo_offload_rl.keys.policy import SchedulerMilestonesConfig
 from nemo_offload_rl.keys.run import validates_a_checkpoint
 from nemo_offload_rl.keys.worker import scheduler_phases
@@ -90,7 +82,7 @@ def checkpoint_metric_is_measured(cfg: RunConfig) -> str | None:
     name = checkpointing.metric_name
     if not checkpointing.enabled or name is None:
         return None
-    if (problem := metric_problem(name, _metric_names(cfg))) is not None:
+    if (problem := metric_problem(name, names_of(cfg))) is not None:
         return problem
     if name.startswith("val:") and not section.val_period:
         return (
@@ -118,32 +110,6 @@ def save_deadline_is_a_time(cfg: RunConfig) -> str | None:
             "days:hours:minutes:seconds, such as '00:03:45:00', or null"
         )
     return None
-
-
-def _metric_names(cfg: RunConfig) -> Names:
-    if isinstance(cfg, DistillationMasterConfig):
-        section = cfg.distillation
-        sizes = (section.num_generations_per_prompt, section.val_num_generations_per_prompt)
-        replays = cfg.policy.router_replay.enabled
-        return distillation_names(group_size=sizes[0], val_group_size=sizes[1], replays=replays)
-    if not isinstance(cfg, GrpoMasterConfig):
-        return DPO_NAMES if isinstance(cfg, DpoMasterConfig) else SFT_NAMES
-    grpo, loss = cfg.grpo, cfg.loss_fn
-    return grpo_names(
-        group_size=grpo.num_generations_per_prompt,
-        val_group_size=grpo.val_num_generations_per_prompt,
-        dynamic_sampling=grpo.use_dynamic_sampling,
-        scores_before_training=needs_prev_logprobs(grpo, loss),
-        truncates=loss.truncated_importance_sampling_ratio is not None,
-        masks_by_error=grpo.seq_logprob_error_threshold is not None,
-        filters=grpo.rollout_filter is not None and grpo.rollout_filter.target is not None,
-        collects_ahead=grpo.is_async,
-        takes_finished=grpo.async_grpo is not None and grpo.is_async and grpo.async_grpo.order == "finished",
-        agents=cfg.policy.generation.vllm_cfg.expose_http_server,
-        replays=cfg.policy.router_replay.enabled,
-        stops=grpo.rollout_stop is not None and grpo.rollout_stop.target is not None,
-        positive_examples=loss.positive_example_nll_weight > 0,
-    )
 
 
 def loggers_have_their_sections(cfg: RunConfig) -> str | None:

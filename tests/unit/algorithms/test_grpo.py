@@ -24,7 +24,7 @@ from local_grpo import (
 )
 from tiny_models import save_model_folder
 
-from nemo_offload_rl.algorithms.metric_names import grpo_names
+from nemo_offload_rl.algorithms.metric_names import names_of
 from nemo_offload_rl.algorithms.metrics import IdleSteps
 from nemo_offload_rl.backends.dtensor.model import LogprobModel
 from nemo_offload_rl.environments.interfaces import Unscored
@@ -270,14 +270,7 @@ def test_every_metric_is_what_plain_code_computes_from_the_rollouts_and_every_on
     assert ["held-out accuracy 50.0% (step 3)" in line for line in shown] == [False, False, True]
     documented_names = documented("In every step of training", "In every validation", "Only with certain keys")
     assert without_match(records[3], documented_names) == set()
-    grpo, loss = run.config.grpo, run.config.loss_fn
-    names = grpo_names(
-        group_size=grpo.num_generations_per_prompt, val_group_size=grpo.val_num_generations_per_prompt,
-        dynamic_sampling=grpo.use_dynamic_sampling, scores_before_training=True,
-        truncates=loss.truncated_importance_sampling_ratio is not None,
-        masks_by_error=grpo.seq_logprob_error_threshold is not None,
-        collects_ahead=grpo.is_async,
-    )  # fmt: skip
+    names = names_of(run.config)
     for known, found in ((names["train"], measured), (names["val"], validation)):
         assert without_match(found, known) == set()
         # A step whose prompts are all of one data set has no metrics by data set.

@@ -5,21 +5,23 @@ from documented_metrics import documented, without_match
 
 from nemo_offload_rl.algorithms.metric_names import (
     DPO_NAMES,
+    GRPO_WITH,
     SFT_NAMES,
     data_set_problem,
-    distillation_names,
-    grpo_names,
     metric_problem,
+    names_of,
 )
+from nemo_offload_rl.config.validate import validate_keys
+from nemo_offload_rl.keys.master import EXEMPLARS, DistillationMasterConfig, GrpoMasterConfig
+from nemo_offload_rl.utils.config import load_config
 
-GRPO = grpo_names(
-    group_size=16,
-    val_group_size=1,
-    dynamic_sampling=False,
-    scores_before_training=True,
-    truncates=False,
-    masks_by_error=False,
-)
+
+def exemplar(kind, *overrides):
+    return validate_keys(load_config(EXEMPLARS[kind], overrides), kind)
+
+
+SIZES = ("grpo.num_generations_per_prompt=16", "grpo.val_num_generations_per_prompt=1")
+GRPO = names_of(exemplar(GrpoMasterConfig, *SIZES))
 
 
 @pytest.mark.parametrize(
@@ -62,25 +64,13 @@ def test_a_metric_about_a_data_set_needs_that_data_set_beside_others():
 
 def test_every_documented_metric_is_computed_again_somewhere_or_measured_by_clocks_and_counters():
     """The tests of trainers and of whole runs compare these lists with the runs and with what plain code computes."""
-    everything = grpo_names(
-        group_size=64,
-        val_group_size=64,
-        dynamic_sampling=True,
-        scores_before_training=True,
-        truncates=True,
-        masks_by_error=True,
-        filters=True,
-        collects_ahead=True,
-        takes_finished=True,
-        positive_examples=True,
-        stops=True,
-        agents=True,
-        replays=True,
-    )
+    replays = "policy.router_replay.enabled=true"
+    grpo = names_of(exemplar(GrpoMasterConfig, SIZES[0], "grpo.val_num_generations_per_prompt=16"))
+    some = {"train": tuple(name for names, _ in GRPO_WITH for name in names)}
     prefixes = {"train": "train", "val": "validation"}
     computed = {
         f"{prefixes[prefix]}/{name}"
-        for names in (everything, distillation_names(group_size=64, val_group_size=64), SFT_NAMES, DPO_NAMES)
+        for names in (grpo, some, names_of(exemplar(DistillationMasterConfig, replays)), SFT_NAMES, DPO_NAMES)
         for prefix, known in names.items()
         for name in known
     }
