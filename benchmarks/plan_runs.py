@@ -265,7 +265,7 @@ def line_of(name: str, steps: Sequence[Mapping[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", default=[""], help="parts of names; cases of two GPUs are left out on one")
+    parser.add_argument("--cases", nargs="+", default=[""], help="parts of names; those of two GPUs only on two")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--cpu", action="store_true", help="tiny models and short rows, to try it; DTensor alone")
     parser.add_argument("--dir", type=Path, help="folder of models, made where they are missing; in --out without it")
