@@ -68,7 +68,7 @@ class LostRollouts(Exception):
 
 @dataclass(frozen=True)
 class Filling:
-    """When to begin more parts than `RolloutPool.most_at_once`, while a step waits for its parts.
+    """When engines that stop between steps begin more parts than `RolloutPool.most_at_once`.
 
     Attributes:
         num_in_progress: Returns the responses that the engines have in progress.
@@ -134,6 +134,7 @@ class RolloutPool[Item, Drawn]:
         self._is_closed = False
         self._most_at_once = most_at_once
         self._filling = filling
+        self._awaited: int | None = None  # the step for which parts are due and that has not been taken
 
     @property
     def num_waiting(self) -> int:
@@ -149,6 +150,7 @@ class RolloutPool[Item, Drawn]:
         """
         last = min(version + 1 + self._max_age, self._last_step)
         with self._changed:
+            self._awaited = version + 1
             while self._next_batch <= last and self._loader.num_batches_to_draw:
                 prompts = self._loader.draw()
                 shares = [prompts] if self._in_order else [{place: prompt} for place, prompt in prompts.items()]
@@ -183,6 +185,7 @@ class RolloutPool[Item, Drawn]:
                 chosen = self._chosen(step)
                 if chosen is not None:
                     self._parts = [part for part in self._parts if part not in chosen]
+                    self._awaited = None
                     break
                 may_begin = self._filling is not None and any(not part.has_begun for part in self._parts)
                 self._changed.wait(max(0.0, look_s - time.monotonic()) if may_begin else None)
@@ -244,8 +247,12 @@ class RolloutPool[Item, Drawn]:
         return sum(part.has_begun and not part.is_finished for part in self._parts)
 
     def _begin_more(self, most: int = 0) -> None:
-        """Begin parts while fewer than `most_at_once`, or `most`, are in progress; the caller holds the lock."""
-        if self._is_closed:
+        """Begin parts while fewer than `most_at_once`, or `most`, are in progress; the caller holds the lock.
+
+        None begins once engines that stop between steps (`Filling`) have the awaited one: it would get later weights.
+        """
+        has_all = self._awaited is None or self._chosen(self._awaited) is not None
+        if self._is_closed or (self._filling is not None and has_all):
             return
         waiting = [part for part in self._parts if not part.has_begun]
         for part in waiting[: max(0, max(self._most_at_once, most) - self._num_in_progress)]:

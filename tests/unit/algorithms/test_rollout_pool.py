@@ -246,6 +246,18 @@ def test_more_groups_begin_while_a_step_waits_as_far_as_the_responses_of_those_i
     slow.finish(lambda parts: (1, 0))
     slow.finish(lambda parts: (1, 1))
     thread.join(1500)
+    # While the engines stop, groups end that were being scored. What takes their place begins with the next weights.
+    slow.finish(lambda parts: (2, 0))
+    while pool.num_waiting != 1:
+        time.sleep(0.001)
+    pool.begin_due(1, 0)
+    for part in ((2, 1), (3, 0)):
+        slow.finish(lambda parts, part=part: part)
+        if part == (2, 1):
+            assert [one.age for one in pool.take(2)] == [1, 1]
+            pool.begin_due(2, 0)
+    slow.finish(lambda parts: (3, 1))
+    assert [one.age for one in pool.take(3)] == [1, 0]
     pool.close()
     slow.close()
 
