@@ -129,6 +129,7 @@ class GradingPool:
         Raises:
             UserCodeError: A user's code failed in the warm-up of a new worker.
             WorkerDiedError: A worker process did not start.
+            RuntimeError: `close` was called.
         """
         outcomes: list[Any] = [None] * len(jobs)
         waiting = list(range(len(jobs)))[::-1]
@@ -153,9 +154,13 @@ class GradingPool:
                 self._num_waiting += 1
                 self._changed.wait_for(lambda: self._idle or self._is_closed)
                 self._num_waiting -= 1
-            if self._is_closed:
-                raise RuntimeError("the grading processes were ended")
+            self._check_open()
             return self._idle.pop() if self._idle and (waits or not self._num_waiting) else None
+
+    def _check_open(self) -> None:
+        """Raise `RuntimeError` if `close` was called, which kills workers in the middle of their jobs."""
+        if self._is_closed:
+            raise RuntimeError("the grading processes were ended")
 
     def _release(self, workers: set[int]) -> None:
         with self._changed:
@@ -237,7 +242,8 @@ class GradingPool:
     def _receive(self, worker: _Worker) -> Any:
         try:
             return worker.pipe.recv()
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):
+            self._check_open()
             return Failed(f"the grading process ended with exit code {_end(worker, by_itself=True)}")
 
     def _replace(self, index: int) -> None:

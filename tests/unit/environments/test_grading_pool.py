@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -40,7 +40,8 @@ def test_a_long_job_of_one_thread_does_not_hold_up_another_and_ends_with_the_poo
     assert [other.result() for other in others] == [[None] * 5] * 3
     assert not long.done()
     pool.close()
-    assert wait([long]).done
+    with pytest.raises(RuntimeError, match="the grading processes were ended"):  # not a failure of the job
+        long.result()
     threads.shutdown()
 
 
