@@ -60,15 +60,15 @@ def check_start(settings: ClusterConfig, num_more: int = 0) -> None:
 def can_prepare(settings: ClusterConfig, count: int) -> bool:
     """Tell whether `count` processes can import before Ray starts, and become its workers.
 
-    They need a core each, or driver and Ray would start later. Ray must start here, and choose neither the command of
-    workers nor their GPU: which GPUs a process sees cannot be changed once a library has looked.
+    They need a core each, or driver and Ray would start later. Ray must start here, and leave the command of workers to
+    us. GPUs must be of one kind: libraries may look at the first one as they are imported, before Ray chooses.
     """
     if len(os.sched_getaffinity(0)) < count + _CORES_FOR_RAY:
         return False
     joins = cluster_address() is not None or ("ray" in sys.modules and sys.modules["ray"].is_initialized())
     if joins or settings.num_nodes > 1 or "RAY_RUNTIME_ENV_HOOK" in os.environ:
         return False
-    return settings.device_type == "cpu" or len(read_gpus()) == 1
+    return settings.device_type == "cpu" or len({use.name for use in read_gpus().values()}) == 1
 
 
 def refuse_lost_ray() -> None:

@@ -5,12 +5,14 @@
    it hands its arguments, environment and standard streams to a process that is ready, and ends.
 3. That process goes on as the worker. Ray knows a worker by a token among its arguments, not by who started it.
 If no process is ready in time, or none is left, as for an engine that is started again, the script becomes the worker.
+Ray gives a worker its GPU after this. A process whose libraries have started CUDA sees all GPUs for good, so it ends.
 
 Each process has a file whose suffix tells its state: `.imports`, `.ready`, `.taken`. Renaming the file changes the
 state, so that of several scripts only one gets a process. This file imports the standard library only, since Ray waits
 for the script.
 """
 
+import ctypes
 import importlib
 import json
 import os
@@ -106,6 +108,8 @@ def wait_for_work(path: Path) -> None:
     sys.modules["ray"] = None  # pyright: ignore[reportArgumentType]
     getattr(importlib.import_module(module), function)(settings=settings)
     del sys.modules["ray"]
+    if _sees_several_gpus():
+        return
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen(1)
@@ -135,6 +139,16 @@ def wait_for_work(path: Path) -> None:
     os.nice(given["nice"] - os.nice(0))
     sys.argv = given["argv"]
     runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def _sees_several_gpus() -> bool:
+    """Tell whether CUDA has started in this process and sees more than one GPU."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    count = ctypes.c_int()
+    return driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 1  # an error before CUDA has started
 
 
 def hand_over(group: Path, argv: list[str]) -> bool:

@@ -92,6 +92,19 @@ def test_a_worker_waits_for_imports_only_for_a_time_and_the_late_process_ends(tm
         assert not hand_over(prepared._folder / "echo", ["worker.py"])
 
 
+@pytest.mark.parametrize(("num_gpus", "is_used"), [(1, True), (2, False)])
+def test_a_process_whose_libraries_chose_among_several_gpus_is_not_used(tmp_path, num_gpus: int, is_used: bool) -> None:
+    source = f"int cuDeviceGetCount(int *count) {{ *count = {num_gpus}; return 0; }}"
+    command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(tmp_path / "libcuda.so.1")]
+    subprocess.run(command, input=source, text=True, check=True)
+    with closing(PreparedWorkers()) as prepared:
+        prepared.start("echo", 1, {"LD_LIBRARY_PATH": str(tmp_path)}, PREPARE, "")
+        (process,), ready = prepared._processes, prepared._folder / "echo.0.ready"
+        while process.poll() is None and not ready.exists():
+            time.sleep(0.05)
+        assert (process.returncode, ready.exists()) == ((None, True) if is_used else (0, False))
+
+
 if __name__ == "__main__":
     mine = PreparedWorkers()
     mine.start("echo", 1, {}, sys.argv[1], "")
