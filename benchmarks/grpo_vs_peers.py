@@ -196,7 +196,7 @@ def run_one(arguments: argparse.Namespace, work: Work) -> dict[str, Any]:
         from nemo_offload_rl.memory.calibrate import calibrate
 
         on_gpu = not arguments.cpu
-        return calibrate(torch.device("cuda" if on_gpu else "cpu"), 3.0 if on_gpu else 0.2).to_json()
+        return asdict(calibrate(torch.device("cuda" if on_gpu else "cpu"), 3.0 if on_gpu else 0.2))
     if side == "verl":
         return run_verl(work, folder, steps, arguments.verl_keys, arguments.verl)
     if side == "trl":

@@ -12,8 +12,7 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
-from importlib import metadata
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -63,28 +62,30 @@ class Plan:
     Attributes:
         account: Account of the run on the machine.
         target: The machine.
-        phases: Use of one GPU in each phase.
-        owners: Main memory by owner, in bytes, of all processes of a host.
         copies: Bytes of one GPU that cross the link to the host in each stage of a step.
         work: Sequences of a step.
         seconds: Seconds of each stage of a step; None if rates of the GPU or layers of the model are unknown.
         streamed: Rows of the plan whose groups are on the GPU part by part only.
-        omits_teacher: A teacher's size is unknown.
-        host_line: Host memory, as text.
         problems: Reasons why the run does not fit, with changes to make; empty if it fits.
     """
 
     account: Account
     target: Target
-    phases: tuple[PhaseUse, ...]
-    owners: dict[str, int]
     copies: Mapping[Stage, Copies]
     work: Work
     seconds: Mapping[Stage, StageSeconds] | None
     streamed: tuple[str, ...]
-    omits_teacher: bool
-    host_line: str
     problems: tuple[str, ...]
+
+    @property
+    def phases(self) -> tuple[PhaseUse, ...]:
+        """Use of one GPU in each phase."""
+        return self.account.phases
+
+    @property
+    def owners(self) -> Mapping[str, int]:
+        """Main memory of all processes of a host, in bytes by owner."""
+        return self.account.host_owners
 
     @property
     def step_s(self) -> float | None:
@@ -92,18 +93,20 @@ class Plan:
         return None if self.seconds is None else sum(stage.total_s for stage in self.seconds.values())
 
     @property
-    def peak_bytes(self) -> int:
-        """Most bytes of a GPU that are in use in a phase."""
-        return max((use.total_bytes for use in self.phases), default=0)
-
-    @property
     def counts_passes(self) -> bool:
         """Tell whether the phases include what passes need."""
         return all(use.pass_bytes is not None for use in self.phases)
 
+    @property
+    def omits_teacher(self) -> bool:
+        """Tell whether the run has a teacher whose size is unknown."""
+        return hasattr(self.account.cfg, "teacher") and self.account.teacher_bytes is None
+
     def render(self) -> str:
         """Render the plan, memory, copies, seconds and the verdict as text."""
-        plan = self.account.plan
+        from nemo_offload_rl.memory.host_plan import render_host_plan
+
+        plan, workers = self.account.plan, self.account.cfg.cluster.workers_per_node
         assert self.account.num_parameters
         lines = [
             f"{self.account.num_parameters / 1e9:.2f} B parameters; residency plan of each policy worker:",
@@ -113,7 +116,7 @@ class Plan:
             "",
             *self._stage_lines(),
             "",
-            f"{self.host_line}"
+            render_host_plan(self.account.need, "cuda", workers)
             + (f", of {self.target.host_bytes / _GIB:.2f}" if self.target.host_bytes is not None else ""),
         ]
         if self.target.host_bytes is None:
@@ -307,24 +310,18 @@ def plan_run(path: str | Path, overrides: Sequence[str], target: Target) -> tupl
 def plan_of(account: Account, target: Target, rules: RuleSet[Any]) -> Plan:
     """Plan the run of an account."""
     from nemo_offload_rl.config.rules import broken
-    from nemo_offload_rl.memory.host_plan import render_host_plan
     from nemo_offload_rl.memory.seconds import step_seconds, work_of
     from nemo_offload_rl.memory.transfers import copies_of_step
     from nemo_offload_rl.residency import TEACHER_LAYER
 
-    cfg, rates, work = account.cfg, target.gpu.rates, work_of(account, target.length)
-    sizes, workers = account.plan.sizes, cfg.cluster.workers_per_node
+    rates, work, sizes = target.gpu.rates, work_of(account, target.length), account.plan.sizes
     return Plan(
         account=account,
         target=target,
-        phases=account.phases,
-        owners=dict(account.host_owners),
         copies=copies_of_step(account),
         work=work,
         seconds=None if rates is None else step_seconds(account, rates, work),
         streamed=tuple(sorted(row for row in account.rows_in_parts - {TEACHER_LAYER} if sizes[row])),
-        omits_teacher=hasattr(cfg, "teacher") and account.teacher_bytes is None,
-        host_line=render_host_plan(account.need, "cuda", workers),
         problems=tuple(broken(rules.memory, account)),
     )
 
@@ -585,8 +582,9 @@ def _calibrate(path: Path) -> int:
             "--calibrate measures the GPU of this machine, and torch finds none; run it where there is one"
         )
     gpu = calibrate(torch.device("cuda"))
-    _write(path, f"{json.dumps(gpu.to_json(), indent=1)}\n")
-    sys.stdout.write(f"{gpu.name}: {json.dumps(gpu.to_json()['rates'])}\nwritten to {path}; use it as --gpu {path}\n")
+    told = asdict(gpu)
+    _write(path, f"{json.dumps(told, indent=1)}\n")
+    sys.stdout.write(f"{gpu.name}: {json.dumps(told['rates'])}\nwritten to {path}; use it as --gpu {path}\n")
     return 0
 
 
@@ -614,25 +612,7 @@ def _trial_json(plan: Plan, trial: Trial) -> dict[str, Any]:
     }
 
 
-def _distributions_of_packages() -> Mapping[str, list[str]]:
-    """Do the work of `importlib.metadata.packages_distributions` in a quarter of its time, by the first part of paths.
-
-    transformers 5.12.1 asks for it when it is imported, and it parses the names of all installed files.
-    """
-    found: dict[str, list[str]] = {}
-    for distribution in metadata.distributions():
-        names = set((distribution.read_text("top_level.txt") or "").split())
-        if not names:
-            paths = (line.partition(",")[0] for line in (distribution.read_text("RECORD") or "").splitlines())
-            names = {path.partition("/")[0].removesuffix(".py") for path in paths}
-        for name in names:
-            found.setdefault(name, []).append(distribution.name)
-    return found
-
-
 if __name__ == "__main__":
-    # Most of the seconds are imports of torch and transformers; each of these two is a tenth of them.
-    gc.disable()
-    metadata.packages_distributions = _distributions_of_packages
+    gc.disable()  # a tenth of the seconds, most of which are imports of torch and transformers
     with ending_process():
         sys.exit(main())

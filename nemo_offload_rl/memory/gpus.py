@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.utils.gpu_memory import read_gpus
@@ -60,10 +59,6 @@ class Gpu:
     name: str
     memory_bytes: int
     rates: GpuRates | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """Turn it into the contents of a file that `find_gpu` reads."""
-        return asdict(self)
 
 
 # The launch cost is that of the hosts of these runs; others were up to half slower.

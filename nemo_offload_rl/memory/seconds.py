@@ -142,30 +142,19 @@ def step_seconds(account: Account, rates: GpuRates, work: Work) -> Mapping[Stage
     return _Step(account, account.sizes, rates, work).seconds()
 
 
-@dataclass(frozen=True)
-class PausedSeconds:
-    """Seconds of a GPU for each token of an unfinished response that an engine's sleep interrupts.
+def copying_kv_is_faster(account: Account, rates: GpuRates) -> bool:
+    """Tell whether the KV cache of an interrupted response is copied to the host and back sooner than computed again.
 
-    Attributes:
-        copies_s: Copying its KV cache to the host and back.
-        recompute_s: Computing it again.
+    Estimated for a response of half the longest length; False if the model's size is unknown.
     """
-
-    copies_s: float
-    recompute_s: float
-
-
-def paused_seconds(account: Account, rates: GpuRates) -> PausedSeconds | None:
-    """Estimate both ways to go on with a response of half the longest length; None if the model's size is unknown."""
     cfg, sizes = account.cfg, account.sizes
     if not isinstance(cfg, RolloutMasterConfig) or sizes is None:
-        return None
+        return False
     vllm, length = cfg.policy.generation.vllm_cfg, max(1, cfg.policy.max_total_sequence_length // 2)
     size = 1 if vllm.kv_cache_dtype.startswith("fp8") else _BF16_BYTES
-    num_bytes = cache_bytes_per_token(account, size) / vllm.tensor_parallel_size
-    flops = sizes.forward_flops([length]) / length / vllm.tensor_parallel_size
+    num_bytes = cache_bytes_per_token(account, size)  # an engine of several GPUs divides both
     copies_s = num_bytes / rates.out_bytes_per_s + num_bytes / rates.in_bytes_per_s
-    return PausedSeconds(copies_s, flops / (_MATRIX_SHARE * rates.matrix_flops))
+    return copies_s < sizes.forward_flops([length]) / length / (_MATRIX_SHARE * rates.matrix_flops)
 
 
 def cache_bytes_per_token(account: Account, element_bytes: int) -> float:

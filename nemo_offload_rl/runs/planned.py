@@ -13,7 +13,7 @@ from nemo_offload_rl.keys.master import GrpoConfig, RolloutConfig, RunConfig
 from nemo_offload_rl.memory.account import Account
 from nemo_offload_rl.memory.gpus import Gpu, gpu_here
 from nemo_offload_rl.memory.machine import Machine
-from nemo_offload_rl.memory.seconds import paused_seconds, step_seconds, work_of
+from nemo_offload_rl.memory.seconds import copying_kv_is_faster, step_seconds, work_of
 from nemo_offload_rl.models.families import state_mixer
 
 _GIB = 2**30
@@ -54,13 +54,12 @@ def with_chosen_kv(config: RolloutConfig, gpu: Gpu | None = None) -> RolloutConf
     """
     if not _chooses_kv(config) or config.engine.keeps_kv_on_device:
         return config
-    gpu, seconds = gpu or gpu_here(), None
-    model = local_model_config(config)
+    gpu, model = gpu or gpu_here(), local_model_config(config)
     is_attention = model is not None and state_mixer(model) is None
     if is_attention and gpu is not None and gpu.rates is not None:
-        seconds = paused_seconds(Account(config, Machine(gpu.memory_bytes), without_weights=True), gpu.rates)
-    if seconds is not None and seconds.copies_s < seconds.recompute_s:
-        return config
+        account = Account(config, Machine(gpu.memory_bytes), without_weights=True)
+        if copying_kv_is_faster(account, gpu.rates):
+            return config
     worker, engine = replace(config.worker, engine_kept_kv_gib=0.0), replace(config.engine, kept_kv_bytes=None)
     return replace(config, worker=worker, engine=engine)
 

@@ -9,8 +9,7 @@ import re
 import runpy
 import statistics
 import sys
-from dataclasses import replace
-from importlib import metadata
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,6 @@ from nemo_offload_rl.memory.transfers import copies_of_step
 from nemo_offload_rl.plan import (
     Plan,
     Target,
-    _distributions_of_packages,
     as_tried,
     main,
     plan_run,
@@ -391,10 +389,7 @@ def test_the_command_prints_the_plan_and_its_status_says_whether_it_fits(tmp_pat
     argv = ["--config", str(ROOT / "benchmarks" / "large_model_8b.yaml"), override]
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:  # as `python -m` does
         patch.setattr(sys, "argv", ["plan", *argv, "--gpu", "H200", "--host-gib", "64"])
-        patch.setattr(metadata, "packages_distributions", known := metadata.packages_distributions)
         runpy.run_path(inspect.getfile(plan_run), run_name="__main__")
-    faster = _distributions_of_packages()
-    assert all(set(faster[package]) == set(names) for package, names in known().items())
     too_small = capfd.readouterr()
     assert (ended.value.code, too_small.err) == (2, "")
     page = tmp_path / "plan.html"
@@ -779,12 +774,12 @@ def test_of_a_teacher_whose_layers_stream_two_are_on_the_gpu(tmp_path):
 def test_a_gpu_is_known_by_name_or_by_a_file_and_others_are_told_so(tmp_path):
     assert find_gpu("NVIDIA H100 80GB HBM3") == find_gpu("h100") == KNOWN["H100"]
     file = tmp_path / "mine.json"
-    file.write_text(json.dumps(calibrate(torch.device("cpu"), 0.0).to_json()))
+    file.write_text(json.dumps(asdict(calibrate(torch.device("cpu"), 0.0))))
     measured = find_gpu(str(file))
     assert measured.name == "CPU" and measured.rates is not None and "--calibrate" in measured.rates.source
-    file.write_text(json.dumps(KNOWN["H200"].to_json()))
+    file.write_text(json.dumps(asdict(KNOWN["H200"])))
     assert find_gpu(str(file)) == KNOWN["H200"]
-    file.write_text(json.dumps({**KNOWN["H200"].to_json(), "memory_bytes": -1}))
+    file.write_text(json.dumps({**asdict(KNOWN["H200"]), "memory_bytes": -1}))
     for name, message in (("H2", "known here (H100, H200)"), (str(file), "not above 0"), ("no.json", "No such file")):
         with pytest.raises(ConfigError, match=re.escape(message)):
             find_gpu(name)

@@ -33,7 +33,6 @@ from nemo_offload_rl.backends.megatron.optimizer_spec import optimizer_spec
 from nemo_offload_rl.backends.megatron.passes import Passes, keep_scores, losses_of, on_cpu
 from nemo_offload_rl.backends.megatron.streaming import StreamedStates
 from nemo_offload_rl.backends.megatron.upstream import caches
-from nemo_offload_rl.backends.megatron.upstream.affinity import bind_to_numa_node_of
 from nemo_offload_rl.backends.megatron.upstream.caches import keeps_scales
 from nemo_offload_rl.backends.ranks import Totals, join_process_group, max_over_ranks, sum_over_ranks
 from nemo_offload_rl.backends.saving import dcp
@@ -67,7 +66,6 @@ class MegatronBackend:
         self.device = torch.device(process.device)
         if cfg.fine_grained_activation_offloading:
             check_transformer_engine()
-        bind_to_numa_node_of(self.device)
         with ExitStack() as made:
             join_process_group(process, made)
             if parallel.join_model_parallel(cfg, cfg.model_parallel, process.world_size):
