@@ -15,8 +15,8 @@ from nemo_offload_rl.backends.ranks import failing_together, max_over_all_ranks
 from nemo_offload_rl.data.batch import TokenBatch
 from nemo_offload_rl.data.batching import group_lengths, pack_rows, plan_micro_batches, rows_of_groups, split_to_count
 from nemo_offload_rl.errors import UserError
-from nemo_offload_rl.keys.dtensor import DTensorConfig
 from nemo_offload_rl.keys.worker import PolicySettings
+from nemo_offload_rl.memory.passes import advice, streaming_advice
 from nemo_offload_rl.policy.peers import LostConnectionError, Peers
 from nemo_offload_rl.residency import DeviceOutOfMemoryError, PassKind, Phase, ResidencyManager, row_of
 from nemo_offload_rl.utils.traces import named_range
@@ -235,8 +235,8 @@ class Passes:
             return lost
         rows, failed = self._blamed(attempt)
         work = f"a {kind} pass over {len(rows)} rows with {self._num_tokens(failed)} tokens; {lost}"
-        advice = self._advice(kind, is_divisible=True)
-        return _refusal(self._residency, work, held_on_device(self._residency), attempt.error, advice)
+        fix = advice(self._settings, kind)
+        return _refusal(self._residency, work, held_on_device(self._residency), attempt.error, fix)
 
     def _blamed[Batch: TokenBatch](self, attempt: Attempt[Batch]) -> tuple[Sequence[int], Batch]:
         """Return rows and micro-batch that ran out of memory; in a pipeline, several are under way."""
@@ -269,7 +269,7 @@ class Passes:
                 kind,
                 num_tokens,
                 too_large,
-                self._advice(kind, is_divisible=True),
+                advice(self._settings, kind),
             )
         size = batch.rows_per_group
         groups = [
@@ -332,12 +332,12 @@ class Passes:
             return False
         rows, failed = self._blamed(attempt)
         is_divisible = len(rows) > batch.rows_per_group
-        advice = self._advice(kind, is_divisible=is_divisible)
+        fix = advice(self._settings, kind, is_divisible=is_divisible)
         num_tokens = self._num_tokens(failed)
         if not is_divisible:
             each = (f"row {row} of {len(batch)} ({int(batch.input_lengths[row])} tokens)" for row in rows)
             work = f"a {kind} pass over {' and '.join(each)} alone"
-            raise _refusal(self._residency, work, held, error, advice) from error
+            raise _refusal(self._residency, work, held, error, fix) from error
         self._too_large[kind] = int(_STILL_TOO_LARGE * num_tokens)
         logger.warning(
             "out of memory in a %s pass (%s); it is run again with its micro-batch of %d rows and %d tokens cut in "
@@ -347,55 +347,16 @@ class Passes:
             len(rows),
             num_tokens,
             self._too_large[kind],
-            advice,
+            fix,
         )
         return may_evict
-
-    def _advice(self, kind: PassKind, *, is_divisible: bool) -> str:
-        """Name keys that lower the device memory of a pass of this kind."""
-        settings, changes = self._settings, []
-        with_loss = kind in (PassKind.TRAINING, PassKind.EVALUATION)
-        if is_divisible:
-            name = "train_mb_tokens" if with_loss else "logprob_mb_tokens"
-            by_rows = "policy.train_micro_batch_size" if with_loss else "policy.logprob_batch_size"
-            if kind is PassKind.TEACHER:
-                by_rows = "teacher.logprob_batch_size"
-            for section in ("sequence_packing", "dynamic_batching"):
-                if getattr(settings, section).enabled:
-                    by_rows = f"policy.{section}.{name}"
-            changes.append(f"lower {by_rows}")
-        backend = settings.backend
-        if kind is PassKind.TRAINING and not backend.activation_checkpointing:
-            changes.append(f"set policy.{backend.section}.activation_checkpointing=true")
-        elif kind is PassKind.TRAINING and not is_divisible and self._could_offload_inputs:
-            changes.append(f"set {backend.activation_key}=true")
-        if settings.logprob_chunk_size is None:
-            changes.append("set policy.logprob_chunk_size=1024")
-        if kind is PassKind.TRAINING:
-            changes += self._streaming
-        changes.append("lower policy.max_total_sequence_length")
-        if not is_divisible and not backend.streams_parameters:  # these are for one worker only
-            changes.append("use more GPUs")
-        return ", or ".join(changes)
-
-    @property
-    def _could_offload_inputs(self) -> bool:
-        cfg = self._settings.backend
-        return isinstance(cfg, DTensorConfig) and not cfg.activation_offload and cfg.model_parallel.ranks_per_copy == 1
 
     @property
     def state_advice(self) -> str:
         """Advice on how to make room for state."""
         # Streamed parameters are for one worker only, so more GPUs are no option.
         last = "use a GPU with more memory" if self._settings.backend.streams_parameters else "use more GPUs"
-        return ", or ".join([*self._streaming, last])
-
-    @property
-    def _streaming(self) -> list[str]:
-        backend = self._settings.backend
-        if backend.streamed_share > 0 or backend.keeps_optimizer_on_host:
-            return []
-        return [f"set {backend.streaming_section}.offload_optimizer_states=true"]
+        return ", or ".join([*streaming_advice(self._settings), last])
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from nemo_offload_rl.memory.account import Account, PhaseUse
 from nemo_offload_rl.memory.groups import has_adapters
 from nemo_offload_rl.memory.host_check import foresee_host_memory, refusal
 from nemo_offload_rl.memory.host_plan import gpu_limit_problem
+from nemo_offload_rl.memory.passes import PASSES, advice
 from nemo_offload_rl.policy.communicators import nccl_problem, placement_problem
 from nemo_offload_rl.residency import BASE, GRADS, OPTIMIZER, PARAMS, Phase
 
@@ -42,32 +43,13 @@ def every_phase_has_room(account: Account) -> str | None:
         parts |= {"contexts": use.other_bytes, engine: use.engine_bytes}
     if use.phase is not Phase.OPTIM_STEP:
         is_by_passes = use.left_bytes + (use.pass_bytes or 0) >= 0
-        fix = _fix_of_passes(account, use.phase) if is_by_passes else _fix_of_phase(account, use)
+        fix = advice(account.settings, PASSES[use.phase]) if is_by_passes else _fix_of_phase(account, use)
         return refusal(f"phase {use.phase.name}", parts, "on each GPU", has, fix, note=note)
     subject = "policy.model_name"
     if account.cfg.policy.backend.streams_parameters:
         subject = f"the embedding of {subject}, the largest part that the GPU holds whole,"
     fix = _fix_of_training(account, use)
     return refusal(subject, parts, "on each GPU in training", has, fix, note=note)
-
-
-def _fix_of_passes(account: Account, phase: Phase) -> str:
-    """Name keys that lower what passes of a phase need."""
-    policy = account.cfg.policy
-    by_rows, budget = "policy.logprob_batch_size", "logprob_mb_tokens"
-    if phase is Phase.TRAINING:
-        by_rows, budget = "policy.train_micro_batch_size", "train_mb_tokens"
-    elif phase is Phase.TEACHER_INFERENCE:
-        by_rows = "teacher.logprob_batch_size"
-    for section in ("sequence_packing", "dynamic_batching"):
-        if getattr(policy, section).enabled:
-            by_rows = f"policy.{section}.{budget}"
-    changes = [f"lower {by_rows}"]
-    if phase is Phase.TRAINING and not policy.backend.activation_checkpointing:
-        changes.append(f"set policy.{policy.backend.section}.activation_checkpointing=true")
-    if policy.logprob_chunk_size is None:
-        changes.append("set policy.logprob_chunk_size=1024")
-    return ", or ".join([*changes, "lower policy.max_total_sequence_length"])
 
 
 def _fix_of_training(account: Account, use: PhaseUse) -> str:
