@@ -2,7 +2,7 @@
 
 A section is a class with the decorator `section`, and its fields are written
 `name: Annotated[type, doc("purpose, values, unit", ge=1)]`. Pydantic checks values by that line,
-`nemo_offload_rl.config.reference` writes docs/reference/configuration.md from it, and the package reads the attribute.
+`tests/support/configuration_pages.py` writes docs/reference/configuration.md from it, and the package reads the value.
 A list of the YAML is declared, and read, as `tuple[type, ...]`.
 
 A file may leave out a key whose field has a default: `fill_defaults` sets it. The default `value_of("${...}")` is the

@@ -1,20 +1,17 @@
 """Writes docs/reference/configuration.md and a page for each section in docs/reference/configuration/.
 
-Run `python -m nemo_offload_rl.config.reference [--check]` in the repository root.
+Run `python -m tests.support.configuration_pages` in the repository root.
 
 Texts, types and defaults come from the sections, rules from the docstrings of the rule functions.
 """
 
-import argparse
 import json
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from nemo_offload_rl.config.keys import KeyDoc, known_keys, walk_keys
 from nemo_offload_rl.config.rules import DISTILLATION_RULES, DPO_RULES, GRPO_RULES, SFT_RULES
 from nemo_offload_rl.config.rules.evaluation import EVAL_RULES
-from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.master import (
     EXEMPLARS,
     DistillationMasterConfig,
@@ -23,12 +20,11 @@ from nemo_offload_rl.keys.master import (
     GrpoMasterConfig,
     SftMasterConfig,
 )
-from nemo_offload_rl.utils.cli import ending_process
 
 TARGET = Path("docs/reference/configuration.md")
 FOLDER = TARGET.with_suffix("")
 
-_WRITTEN = "<!-- Written by `python -m nemo_offload_rl.config.reference`; change the sections. -->"
+_WRITTEN = "<!-- Written by `python -m tests.support.configuration_pages`; change the sections. -->"
 
 _HEAD = f"""\
 # Configuration
@@ -184,28 +180,14 @@ def _cell(text: str | None) -> str:
     return (text or "").replace("|", "\\|")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry of `python -m nemo_offload_rl.config.reference`."""
-    parser = argparse.ArgumentParser(description="Write the configuration reference.")
-    parser.add_argument("--check", action="store_true", help="only check that the files are up to date")
-    parsed = parser.parse_args(argv)
+def main() -> None:
     pages = render()
-    gone = set(FOLDER.glob("*.md")) - pages.keys()
-    if parsed.check:
-        kept = {path: path.read_text(encoding="utf-8") for path in pages if path.is_file()}
-        changed = {path for path, text in pages.items() if kept.get(path) != text}
-        if changed or gone:
-            names = ", ".join(str(path) for path in sorted(changed | gone))
-            raise ConfigError(f"{names}: out of date; run python -m nemo_offload_rl.config.reference")
-        return 0
     FOLDER.mkdir(parents=True, exist_ok=True)
-    for path in gone:
+    for path in set(FOLDER.glob("*.md")) - pages.keys():
         path.unlink()
     for path, text in pages.items():
         path.write_text(text, encoding="utf-8")
-    return 0
 
 
 if __name__ == "__main__":
-    with ending_process():
-        sys.exit(main())
+    main()
