@@ -65,12 +65,13 @@ class LearnedNeed:
 
     Attributes:
         most_bytes: Most bytes that were measured; 0 before the first measurement.
+        most_kept_bytes: Most bytes that passes had when their phase ended, with those that the allocator kept for them.
         most_tokens: Tokens of the largest pass that was measured.
         num_passes: Passes that were measured.
     """
 
     def __init__(self, estimate: PassNeed | None = None) -> None:
-        self.most_bytes = self.most_tokens = self.num_passes = 0
+        self.most_bytes = self.most_kept_bytes = self.most_tokens = self.num_passes = 0
         self._estimate = estimate
         self._is_measured = False
 
@@ -83,6 +84,17 @@ class LearnedNeed:
         """Record a measured pass."""
         self._is_measured = True
         self.most_bytes, self.most_tokens = max(self.most_bytes, num_bytes), max(self.most_tokens, num_tokens)
+
+    def include_kept(self, num_bytes: int) -> None:
+        """Record what passes had when their phase ended."""
+        self.most_kept_bytes = max(self.most_kept_bytes, num_bytes)
+
+    def bytes_to_leave(self, num_tokens: int) -> int:
+        """Bytes that state must leave to a pass: those expected and a tenth, or those that the allocator keeps for it.
+
+        What the allocator keeps has served whole passes, so it needs no margin.
+        """
+        return max(int(MARGIN * self.expected_bytes(num_tokens)), self.most_kept_bytes)
 
     def expected_bytes(self, num_tokens: int) -> int:
         """Bytes of a pass with micro-batches of up to so many tokens.

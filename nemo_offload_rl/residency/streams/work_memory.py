@@ -1,9 +1,9 @@
 """Measures the device memory that the work of each phase needs in addition to state.
 
-A need is the larger of two numbers: the largest difference between allocated bytes and the bytes of state groups at
-that time, and all that passes have at the end of the phase, used or kept by the allocator in pieces that fit nothing
-else. If state took such pieces, the allocator would give all of its cache back and ask the CUDA driver again in every
-micro-batch, or run out of memory with gibibytes free.
+A need is the largest difference between allocated bytes and the bytes of state groups at that time. State that comes
+early also leaves what passes have at the end of the phase, used or kept by the allocator in pieces. If state took such
+pieces, the allocator would give all of its cache back and ask the CUDA driver again in every micro-batch, or run out of
+memory with gibibytes free.
 """
 
 import sys
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import MappingProxyType
 
 from nemo_offload_rl.residency.device.device import Device
-from nemo_offload_rl.residency.needs import MARGIN, RESERVE_BYTES, LearnedNeed, PassKind, PassNeed
+from nemo_offload_rl.residency.needs import RESERVE_BYTES, LearnedNeed, PassKind, PassNeed
 from nemo_offload_rl.residency.state.group_state import GroupState
 from nemo_offload_rl.residency.table.plan import PHASES, Phase, Placement
 
@@ -54,8 +54,12 @@ class WorkMemory:
         return all(self._is_known(phase) for phase in phases)
 
     def room_bytes(self, *phases: Phase) -> int:
-        """Memory that the work of these known phases leaves free; negative if one needs more."""
-        return self._device.room_bytes(int(MARGIN * max(map(self._expected_bytes, phases)))) - RESERVE_BYTES
+        """Memory that the work of these known phases leaves free; negative if one needs more.
+
+        What work of the present phase has allocated, such as gradients, is part of its need and not free any more.
+        """
+        left_bytes = max(map(self._bytes_to_leave, phases)) - self._allocated_by_work_bytes()
+        return self._device.room_bytes(max(0, left_bytes)) - RESERVE_BYTES
 
     def is_too_tight(self, kind: PassKind, size: int, *, has_prefetched: bool) -> bool:
         """Tell whether a pass in the present phase may need more than is free.
@@ -111,7 +115,7 @@ class WorkMemory:
         self._kind, self._size, self._ran_out = kind, size, False
         has_bytes = self._device.free_bytes() + self._device.allocated_bytes() - self._held_bytes if is_again else 0
         self._include(has_bytes)
-        self._present[kind].num_passes += 1
+        self._present_need.num_passes += 1
 
     def ran_out(self) -> None:
         """Record that memory ran out in the present pass, so that it needs more than was counted as allocated.
@@ -130,12 +134,13 @@ class WorkMemory:
         if self._phase is not None and is_whole:
             if not PHASES[self._phase].is_for_engine:  # an engine's phase has no passes
                 # Without a pass what is allocated are parts that an update has left behind.
-                used_bytes = max(0, self._device.allocated_bytes() - self._held_bytes) if self._kind else 0
-                self._include(used_bytes + self._device.cached_for_work_bytes())
+                used_bytes = self._allocated_by_work_bytes() if self._kind else 0
+                self._present_need.include_kept(used_bytes + self._device.cached_for_work_bytes())
             seen = self._seen.setdefault(self._phase, {})
             for kind, need in self._present.items():
                 known = seen.setdefault(kind, self._new_need(kind))
                 known.include(need.most_bytes, need.most_tokens)
+                known.include_kept(need.most_kept_bytes)
                 known.num_passes += need.num_passes
         return self._peak_bytes
 
@@ -180,9 +185,7 @@ class WorkMemory:
         peak_bytes = self._drain_peak()
         self._subtract_what_left()  # memory released outside of `releasing` counts as gone from the start
         if self._phase is not None:
-            # An engine counts free memory in addition to everything that is there.
-            other_bytes = self._other_bytes if PHASES[self._phase].is_for_engine else 0
-            self._include(peak_bytes - self._held_bytes - other_bytes)
+            self._include(peak_bytes - self._not_of_work_bytes)
         return peak_bytes
 
     # -- inside
@@ -209,13 +212,27 @@ class WorkMemory:
             if not left_bytes:
                 del self._leaving[state]
 
+    @property
+    def _not_of_work_bytes(self) -> int:
+        """Allocated bytes that the present work has not taken: groups, and what an engine's phase began with."""
+        is_for_engine = self._phase is not None and PHASES[self._phase].is_for_engine
+        return self._held_bytes + (self._other_bytes if is_for_engine else 0)
+
+    def _allocated_by_work_bytes(self) -> int:
+        return max(0, self._device.allocated_bytes() - self._not_of_work_bytes)
+
     def _include(self, num_bytes: int) -> None:
-        self._present.setdefault(self._kind, self._new_need(self._kind)).include(num_bytes, self._size)
+        self._present_need.include(num_bytes, self._size)
+
+    @property
+    def _present_need(self) -> LearnedNeed:
+        """Need of the present kind of pass in the present phase."""
+        return self._present.setdefault(self._kind, self._new_need(self._kind))
 
     def _new_need(self, kind: PassKind | None) -> LearnedNeed:
         return LearnedNeed(None if kind is None else self._estimates.get(kind))
 
-    def _expected_bytes(self, phase: Phase) -> int:
-        """Need of the present pass; for passes still to come, the most seen."""
+    def _bytes_to_leave(self, phase: Phase) -> int:
+        """Bytes that state leaves to the present pass, or, for passes still to come, to the largest that was seen."""
         size_of = {self._kind: self._size} if phase is self._phase else {}
-        return max(need.expected_bytes(size_of.get(kind, 0)) for kind, need in self._seen[phase].items())
+        return max(need.bytes_to_leave(size_of.get(kind, 0)) for kind, need in self._seen[phase].items())

@@ -67,7 +67,7 @@ def make_manager(capacity_bytes: int, monkeypatch) -> tuple[ResidencyManager, Bu
     """Parameters of 40 bytes and an optimizer of 80, which comes early behind logprobs where there is room."""
     for module in (needs, work_memory):
         monkeypatch.setattr(module, "RESERVE_BYTES", 0)
-        monkeypatch.setattr(module, "MARGIN", 1.0)
+    monkeypatch.setattr(needs, "MARGIN", 1.0)
     device = BusyDevice(capacity_bytes)
     tensors = {"params": torch.arange(10.0), "optimizer": torch.arange(20.0)}
     groups = [StateGroup(name, lambda name=name: [(name, tensors[name])]) for name in tensors]
