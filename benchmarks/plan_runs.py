@@ -6,7 +6,7 @@
 Each case is a run of its own in a process of its own: random Qwen3 model, random text whose rows are as long as the
 configuration allows, or responses that seldom end before. It prints the policy's peak in each phase as torch counts it,
 what the GPU driver counts, and seconds of a step; `plan_runs.json` has the metrics of all steps, the overrides, and the
-most main memory of all processes of a run, Ray's daemons included.
+most main memory of all processes of a run, Ray's daemons included. `launch_s` are the seconds of a kernel's launch.
 `plan_table.py` compares them with plans. Docs: docs/measurements/plans.md.
 """
 
@@ -34,6 +34,7 @@ from qwen3_shapes import TIED
 EXAMPLES, BENCHMARKS = ROOT / "examples" / "configs", ROOT / "benchmarks"
 DTENSOR, MEGATRON, ADAM = "policy.dtensor_cfg", "policy.megatron_cfg", "policy.megatron_cfg.optimizer"
 PERIOD_S = 5.0  # between readings of main memory, for which a process waits 20 ms a GiB when it maps memory
+_LAUNCH = "launch"  # in the place of a case: print the seconds of a launch
 NUM_ROWS = 32  # of an optimizer step of SFT, and twice the pairs of one of DPO
 KEPT = (
     "step",
@@ -238,19 +239,18 @@ def run_case(name: str, folder: Path, models: Path, steps: int, overrides: Seque
 
             run_distillation(loading.load_distillation_config(case.file, keys))
         return
-    from nemo_offload_rl.runs.supervised import local_policy, run_dpo, run_sft
+    from nemo_offload_rl.runs.supervised import run_dpo, run_sft
 
     data, length = folder / "rows.jsonl", 64 if on_cpu else case.length
     folder.mkdir(parents=True, exist_ok=True)
     write_rows(data, case.algorithm, length, NUM_ROWS * (steps + 1))
-    start = None if case.gpus > 1 else local_policy
     if case.algorithm == "dpo":
         keys += [f"data.train.path={data}", "data.train.split_validation_size=0"]
-        run_dpo(loading.load_dpo_config(case.file, keys), start)
+        run_dpo(loading.load_dpo_config(case.file, keys))
     else:
         source = f"dataset_name: ResponseDataset, path: {data}, input_key: prompt, output_key: completion"
         keys += ["~data.train", f"+data.train={{{source}, split_validation_size: 0, seed: 0}}"]
-        run_sft(loading.load_sft_config(case.file, keys), start)
+        run_sft(loading.load_sft_config(case.file, keys))
 
 
 def line_of(name: str, steps: Sequence[Mapping[str, Any]]) -> str:
@@ -277,10 +277,21 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     arguments = parser.parse_args()
     out, models = arguments.out.resolve(), (arguments.dir or arguments.out / "models").resolve()
+    if arguments.one == _LAUNCH:
+        from nemo_offload_rl.memory.calibrate import calibrate
+
+        rates = calibrate(torch.device("cpu" if arguments.cpu else "cuda"), seconds_each=0.3).rates
+        assert rates is not None
+        print(rates.launch_s)
+        return
     if arguments.one:
         run_case(arguments.one, out / arguments.one, models, arguments.steps, arguments.overrides, on_cpu=arguments.cpu)
         return
-    begin_s, results = time.monotonic(), {**measured_with(), "cases": {}}
+    begin_s = time.monotonic()
+    command = [sys.executable, __file__, "--one", _LAUNCH, "--out", out, *(["--cpu"] if arguments.cpu else [])]
+    # In a process of its own, which leaves nothing on the GPU.
+    launch_s = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+    results: dict[str, Any] = {**measured_with(), "cases": {}}
     num_gpus = torch.cuda.device_count()
     for name, case in CASES.items():
         is_left_out = ON_MEGATRON[1] in case.overrides if arguments.cpu else case.gpus > num_gpus
@@ -299,7 +310,7 @@ def main() -> None:
             )
         found = _measure(arguments, name, out, models)
         found["overrides"] = [*keys_of(case), *arguments.overrides]
-        found["shares_gpus"] = arguments.shared
+        found |= {"shares_gpus": arguments.shared, "launch_s": launch_s}
         results["cases"][name] = found
         write_result(out / "plan_runs.json", results)
         text = line_of(name, found["steps"]) if found["steps"] else f"{name}: {found['end']}"

@@ -20,7 +20,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -261,11 +261,12 @@ def short_plan(name: str, ran: Mapping[str, Any], gpu: str, folder: Path) -> tup
         if shape is not None:
             write_config(folder / shape, shape)
             overrides += [f"{key}={folder / shape}"] if key else []
-    if name == "sft_adapters":  # measured when DTensor kept every base in float32
-        overrides += ["++policy.hf_config_overrides.dtype=float32"]
     lengths = [step["train/mean_response_tokens"] + PROMPT_TOKENS for step in steps if case.is_rollout]
     length = round(statistics.median(lengths)) if lengths else case.length
-    plan, _ = plan_run(case.file, overrides, Target(KNOWN[gpu], length=length))
+    target = Target(KNOWN[gpu], length=length)
+    if (rates := KNOWN[gpu].rates) is not None and "launch_s" in ran:
+        target = replace(target, gpu=replace(KNOWN[gpu], rates=replace(rates, launch_s=ran["launch_s"])))
+    plan, _ = plan_run(case.file, overrides, target)
     return plan, {use.phase: use.peak_bytes - use.engine_bytes - use.other_bytes for use in plan.phases}
 
 
@@ -281,7 +282,7 @@ def short_row(name: str, ran: Mapping[str, Any], gpu: str, folder: Path) -> list
     # Of runs that did not read all processes, pages that two share count twice, and Ray's daemons do not.
     host = sum(steps[-1].get(f"memory/host_{owner}_gib", 0.0) for owner in ("policy", "engine", "driver"))
     host = ran.get("host_peak_bytes", 0.0) / GIB or host
-    # Without Ray, in one process, there is less on the host than is planned.
+    # Runs without Ray, in one process, have less on the host than is planned, and do not log this.
     cells.append(pair(sum(plan.owners.values()) / GIB, host if "memory/host_policy_gib" in steps[-1] else 0.0))
     later = [step["timing/total_s"] for step in steps[1:]]
     assert plan.step_s is not None
