@@ -175,7 +175,8 @@ def _one_line(error: ErrorDetails, path: str, schema: type, value: Any) -> str:
         return f"{path}.dataset_name: given {context['tag']!r}, wanted one of {context['expected_tags']}"
     if error["type"] == "union_tag_not_found":
         return f"{path}.dataset_name: missing; it says which data set this is"
-    return f"{path}: given {given}, wanted {_wanted(path, error, schema)}"
+    kind = "finite " if error["type"] == "finite_number" else ""
+    return f"{path}: given {given}, wanted {kind}{_wanted(path, error, schema)}"
 
 
 def _wanted(path: str, error: ErrorDetails, schema: type) -> str:

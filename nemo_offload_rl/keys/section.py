@@ -232,20 +232,22 @@ def _if_written(hint: Any) -> Any:
 
 def _core_schema(cls: Any, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
     fields = {
-        name: core_schema.typed_dict_field(handler.generate_schema(_with_lists(hint)), required=required)
+        name: core_schema.typed_dict_field(handler.generate_schema(_for_pydantic(hint)), required=required)
         for name, (hint, required) in keys_of(cls).items()
     }
     keys = core_schema.typed_dict_schema(fields, extra_behavior="forbid")
     return core_schema.no_info_after_validator_function(lambda values: cls(**values), keys)
 
 
-def _with_lists(hint: Any) -> Any:
-    """Replace tuples by lists, which become tuples after their check."""
+def _for_pydantic(hint: Any) -> Any:
+    """Replace tuples by lists, which become tuples after their check, and refuse numbers that are not finite."""
     origin, arguments = get_origin(hint), get_args(hint)
+    if hint is float:
+        return Annotated[float, Field(allow_inf_nan=False)]
     if origin is Annotated:
-        return Annotated[_with_lists(arguments[0]), *arguments[1:]]
+        return Annotated[_for_pydantic(arguments[0]), *arguments[1:]]
     if origin is tuple:
-        return Annotated[list[_with_lists(arguments[0])], AfterValidator(tuple)]
+        return Annotated[list[_for_pydantic(arguments[0])], AfterValidator(tuple)]
     if origin in (Union, UnionType):
-        return Union[tuple(map(_with_lists, arguments))]  # noqa: UP007
+        return Union[tuple(map(_for_pydantic, arguments))]  # noqa: UP007
     return hint

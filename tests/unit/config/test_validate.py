@@ -84,6 +84,8 @@ def test_a_key_without_a_use_here_is_refused_with_what_to_do(plus: str) -> None:
         ("grpo.val_at_start=1", "grpo.val_at_start: given 1, wanted true or false"),
         ("loss_fn.ratio_clip_min=2", "loss_fn.ratio_clip_min: given 2, wanted number >= 0 and <= 1"),
         ("loss_fn.ratio_clip_c=0.5", "loss_fn.ratio_clip_c: given 0.5, wanted number > 1 or null"),
+        ("loss_fn.ratio_clip_max=inf", "loss_fn.ratio_clip_max: given inf, wanted finite number >= 0"),
+        ("policy.max_grad_norm=nan", "policy.max_grad_norm: given nan, wanted finite number > 0 or null"),
         (
             "loss_fn.reference_policy_kl_type=k4",
             "given the text 'k4', wanted one of k1, k2, k3, k1+, k3+, k1w, k2w, k3w",
