@@ -2,9 +2,9 @@
 
 A gate is open while the engines generate. When a step has its rollouts, the gate shuts. Then there are two ways
 (`grpo.async_grpo.paused_kv`), and with both tokens keep the logprobs with which they were sampled:
-- The engines give back all responses as far as they are. Once the gate opens again, each is continued: prompt and
-  tokens so far are the new prompt.
-- The engines keep the responses through their sleep and go on with them by themselves, so calls last through it.
+- The engines give back all responses, unfinished ones as far as they have come. Once the gate opens again, each of
+  these is continued: prompt and tokens so far are the new prompt.
+- The engines keep the responses through their sleep and go on with them by themselves; their callers wait meanwhile.
 
 When an engine dies, all are restarted: on separate GPUs they share one communicator for refits, and a call to all of
 them may have been left half done. The other engines give back their responses first, which go on afterwards; those that
@@ -46,7 +46,7 @@ class Gate:
         self._opened_s = 0.0
 
     def clock(self) -> float:
-        """Return seconds from a fixed point: of all time, or with `keeps` only of the time that the gate was open."""
+        """Return seconds since a fixed time; with `keeps`, only those in which the gate was open."""
         now_s = time.perf_counter()
         if not self._keeps:
             return now_s
@@ -79,7 +79,7 @@ class Gate:
     def stop(self, engines: PausingEngine, error: Exception) -> None:
         """Shut the gate, since an engine has ended with `error`; have the others give back what they generate.
 
-        Waits at most `_GIVE_BACK_S`. Of an engine that hangs nothing is asked.
+        Waits at most `_GIVE_BACK_S`. Asks nothing of an engine that hangs.
         """
         self._set(is_open=False)
         until_s = time.monotonic() + _GIVE_BACK_S

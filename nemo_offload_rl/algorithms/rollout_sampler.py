@@ -103,8 +103,8 @@ class RolloutSampler:
         """Draw rollouts, seeded by `call`; their time counts as `phase` and `reward`.
 
         `generated` is called after the last generation, before its scoring. It is not called if the last turn is not
-        known in advance. Agents' rollouts are drawn first. `trained_steps` is for environments, see `Response`. The
-        seeds are those of the prompts from number `first` on, of a call with more prompts.
+        known in advance. Agents' rollouts are drawn first. `trained_steps` is for environments, see `Response`. If the
+        prompts are a part of a larger call, `first` is the number of the first, so that each has the same seed in both.
         """
         parts, skipped = self._parts, first * group_size
         agents = {name: each for name, each in parts.environments.items() if isinstance(each, AgentEnvironment)}

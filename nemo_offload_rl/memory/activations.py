@@ -84,7 +84,7 @@ class ModelMemory:
         layers: Memory of each layer.
         copies: Copies of parameters in the compute type, of each kind of layer: bytes of each, and whether it is one of
             experts. A lone rank copies no frozen parameters that are in that type.
-        expert_size: Ranks that share out experts; those of a rank get as many tokens however many there are.
+        expert_size: Ranks that share out experts; the number of tokens for a rank's experts does not depend on it.
         root_bytes: Copies of the parameters outside of layers in the compute type.
         root_cast_bytes: The largest of those.
         trained_root_bytes: Trained parameters outside of layers in the compute type.
@@ -177,7 +177,7 @@ def _training_need(
     if not is_single and num_shards > 1:
         at_end += trained_fp32 // num_shards
     if settings.backend.streams_parameters:
-        # On the device are two parts with their gradients; state has those of the embedding, which are away then.
+        # Two parts with their gradients are on the device. The embedding's, which count as state, are away then.
         around_layer += 2 * (2 * layer - model.root_cast_bytes) * _FP32_BYTES // size
         at_end = root + model.trained_root_bytes
     chunk, whole = (logits, 0) if has_chunks else (0, logits)
@@ -233,9 +233,9 @@ def _reading_need(model: ModelMemory, settings: PolicySettings, num_shards: int)
 
 
 def _row(settings: PolicySettings, *, is_training: bool) -> _Row:
-    """Return the longest row, since all memory grows with the number of rows; one with an odd number of tokens.
+    """Return the longest row: one is enough, since all memory grows with the number of rows.
 
-    So it is no size of the model, which tells activations from gradients of parameters.
+    Its number of tokens is odd, so no size of the model, which tells activations from gradients of parameters.
     """
     dtensor, longest = settings.dtensor_cfg, settings.max_total_sequence_length
     packing, num_tokens = settings.sequence_packing, longest

@@ -114,7 +114,7 @@ class LayerCall:
 
 
 def trace_layer(call: LayerCall, *, is_compiled: bool) -> LayerMemory:
-    """Measure a layer's memory in passes with such an input; its number of tokens is best odd, unlike any size.
+    """Measure a layer's memory in passes with this input, whose number of tokens should be no size of the model.
 
     Args:
         call: The call.
@@ -207,7 +207,7 @@ def _is_heavy(name: str) -> bool:
 def _fused_bytes(operations: _Operations, given: int, output: int) -> int:
     """Return the most bytes at once of a compiled pass: only inputs and results of products and attention exist.
 
-    A result that is computed from a tensor of its size that nothing else reads takes that tensor's place.
+    A result takes the memory of a tensor of its size from which it is computed, if nothing else reads that tensor.
     """
     heavy = [(inputs, made) for name, inputs, made in operations.records if _is_heavy(name)]
     existing = {given, output}.union(*({*inputs, *made} for inputs, made in heavy)) & operations.sizes.keys()

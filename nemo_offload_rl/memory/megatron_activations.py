@@ -144,9 +144,9 @@ class _Model:
 def training_need(settings: PolicySettings) -> PassNeed | None:
     """Return what a training pass needs in addition to parameters and gradients; None if that is unknown.
 
-    Its moments are the head's backward (with the sum of the output layer's gradients and those of one chunk) and that
-    of the last layer, both in the last pipeline stage, and that of a stage before it, which holds its layers of a
-    micro-batch for each stage from there on. The largest counts, whichever stage has most state.
+    The largest of three moments counts, whichever stage has most state. Two are in the last pipeline stage: the head's
+    backward, with the sum of the output layer's gradients and those of one chunk, and the last layer's backward. The
+    third is in an earlier stage, which keeps a micro-batch's activations for itself and for each stage after it.
     """
     megatron = _formulas_apply(settings)
     if megatron is None or (model := _model(settings, megatron)) is None:

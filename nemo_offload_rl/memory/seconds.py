@@ -52,8 +52,9 @@ _DTENSOR_BYTES = {"forward": 8, "training": 28}
 _MEGATRON_BYTES = {"forward": 2, "training": 14}
 # A call of a worker with its exchange, batching and sums.
 _CALL_S = 0.05
+# Share of a pass by which offloading activations slows it even where copies are hidden.
+_OFFLOAD_SHARE = 0.05
 # Shares of a forward pass that recomputing modules (`selective`) takes, as docs/measurements/activations.md measured.
-_OFFLOAD_SHARE = 0.05  # of a pass, by which offloading activations slows it even where copies are hidden
 _SELECTIVE_SHARES = {"core_attn": 0.25, "mlp": 0.15, "moe": 0.45, "moe_act": 0.06}
 # One step of decoding: the engine's own, and for each of its sequences (`generation_scheduler.json`, 12.9 s).
 _DECODE_S, _DECODE_SEQUENCE_S = 1.2e-3, 6.6e-6

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 _LOOK_EVERY_S = 0.05
-# Time in which a rank's host thread comes to wait for the device: NCCL must not be aborted while it adds work. All
-# ranks then abort at about the same time, before NCCL can report one rank's abort as an error of the others.
+# After this time a rank's main thread waits for the device: NCCL must not be aborted while a thread adds work. All
+# ranks then abort at about the same time, before NCCL can report the abort of one as an error of the others.
 _SETTLE_S = 1.0
 _LEAVING = timedelta(minutes=10)  # limit for the other ranks to leave their pass
 # `ProcessGroup.BackendType` is a byte. A group keeps the first backend of each type, so each new one has a type of its

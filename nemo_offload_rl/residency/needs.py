@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -27,7 +26,7 @@ class PassNeed:
     Gradients that stay after a training pass are state and not part of the need.
 
     Attributes:
-        fixed_bytes: Bytes that do not depend on tokens. Negative for a moment before all gradients are there.
+        fixed_bytes: Bytes that do not depend on tokens; negative at a moment before all gradients are there.
         bytes_per_token: Bytes of each token of the largest micro-batch.
         other_moments: Needs at other moments of the pass; the largest counts.
     """
@@ -40,16 +39,6 @@ class PassNeed:
         """Return the bytes of a pass with micro-batches of up to so many tokens, at least 0."""
         own_bytes = self.fixed_bytes + int(self.bytes_per_token * num_tokens)
         return max(0, own_bytes, *(moment.num_bytes(num_tokens) for moment in self.other_moments))
-
-    def most_tokens(self, num_bytes: int) -> int:
-        """Return the tokens of the largest micro-batch that these bytes suffice for; 0 if they do for none.
-
-        `sys.maxsize` if tokens need nothing.
-        """
-        left_bytes = num_bytes - self.fixed_bytes
-        own_tokens = sys.maxsize if self.bytes_per_token <= 0 else int(left_bytes / self.bytes_per_token)
-        own_tokens = own_tokens if left_bytes >= 0 else 0
-        return min(own_tokens, *(moment.most_tokens(num_bytes) for moment in self.other_moments), sys.maxsize)
 
     def plus(self, num_bytes: int) -> PassNeed:
         """Return the need of a pass that takes so many bytes more at every moment."""
@@ -99,7 +88,8 @@ class LearnedNeed:
     def expected_bytes(self, num_tokens: int) -> int:
         """Bytes of a pass with micro-batches of up to so many tokens.
 
-        Measured passes are the least. For a larger one they grow as the estimate does, or in proportion without one.
+        At least those that were measured. Beyond the largest measured pass they grow as the estimate does, or without
+        one in proportion to the tokens.
         """
         estimate, seen = self._estimate, self.most_tokens
         if not self._is_measured:

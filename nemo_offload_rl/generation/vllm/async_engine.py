@@ -355,7 +355,7 @@ class AsyncVllmEngine(VllmEngineBase):
 
 
 def _fail_calls_at_end(client: Any) -> None:
-    """Have calls of the engine core fail when it ends; vLLM 0.25.1 tells requests only, and calls would wait for ever.
+    """Make calls of the engine core fail when it dies: vLLM 0.25.1 fails requests only, and calls would wait for ever.
 
     Args:
         client: The client of the core, on whose event loop this is called.

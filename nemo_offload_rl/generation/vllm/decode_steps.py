@@ -4,8 +4,9 @@ vLLM 0.25.1 handles every request anew in each step: it asks for blocks, looks f
 with the request's new token, which the caller's side takes apart. In most steps of a rollout each request gets one more
 token, and nothing else happens. `DecodeScheduler` does this in a few short loops, with the same blocks and tokens.
 
-A request is quiet if its caller reads only the whole response, without logprobs from vLLM or stop strings. Its tokens
-are told with the first one, when it ends, and when the engine pauses. All that is unusual goes vLLM's way.
+A request is quiet if its caller reads only the whole response, without logprobs from vLLM or stop strings. The caller
+gets the first token at once, and the others together when the response ends or the engine pauses. Whatever is unusual
+is left to vLLM's scheduler.
 
 For 512 requests, `schedule`, `update_from_output` and `process_outputs` take 0.17 times vLLM's seconds together
 (`benchmarks/scheduler_pace.py`).
@@ -27,7 +28,7 @@ from vllm.v1.request import Request, RequestStatus
 
 
 def _block_tokens(manager: KVCacheManager) -> int | None:
-    """Return the tokens of a block, if all layers keep all tokens in blocks of one kind."""
+    """Return the number of tokens of a KV block; None unless all layers keep all tokens, in blocks of one size."""
     groups = manager.kv_cache_config.kv_cache_groups
     if len(groups) != 1 or type(groups[0].kv_cache_spec) is not FullAttentionSpec:
         return None
@@ -37,13 +38,13 @@ def _block_tokens(manager: KVCacheManager) -> int | None:
 
 @dataclass(slots=True)
 class _Decoded:
-    """A request that gets one token in each step once its prompt was read.
+    """A request that gets one token in each step once its prompt has been read.
 
     Attributes:
         is_quiet: The caller reads only the whole response.
         ends: Tokens that may end the response.
         most_tokens: Tokens of prompt and response at which it ends.
-        num_told: Tokens that the caller of a quiet request has.
+        num_told: Number of tokens that the caller of a quiet request has received.
     """
 
     request: Request
@@ -57,7 +58,7 @@ class _Decoded:
         return self.is_quiet and len(self.request._output_token_ids) > self.num_told
 
     def tell(self) -> list[int]:
-        """Return the tokens that the caller does not have; from now on it has them."""
+        """Return the tokens that the caller has not received yet, and count them as received."""
         begin, self.num_told = self.num_told, len(self.request._output_token_ids)
         return self.request._output_token_ids[begin:]
 
@@ -69,7 +70,7 @@ class DecodeScheduler(Scheduler):
         super().__init__(*arguments, **more)
         self._decoded: dict[str, _Decoded] = {}
         self._is_async = isinstance(self, AsyncScheduler)
-        # A step is more than tokens with speculation, connectors, pipelines, encoders and records of routing.
+        # With any of these a step of decoding does more than append a token to each request.
         self._is_short = not (
             self.log_stats
             or self.num_spec_tokens
@@ -109,7 +110,7 @@ class DecodeScheduler(Scheduler):
         names = [request.request_id for request in chosen]
         mine, running, most_tokens = self._advance(chosen, names), self.running, self.max_num_scheduled_tokens
         self.max_num_scheduled_tokens -= len(chosen)
-        # vLLM passes over requests that have their token. Without any that wait, it need not look at them.
+        # vLLM skips the chosen requests. Where no others wait, it gets an empty list, and need not look at each.
         is_alone = not (self.waiting or self.skipped_waiting)
         if is_alone:
             self.running = []
@@ -166,7 +167,10 @@ class DecodeScheduler(Scheduler):
         self._decoded.pop(request.request_id, None)
 
     def _decoding(self) -> list[Request]:
-        """Return the requests that get a token each in the next step; none if others run or there may be no room."""
+        """Return the requests that get one token each in the next step.
+
+        Empty if a prompt is still being read, or if free blocks may not suffice: vLLM then schedules the whole step.
+        """
         size, manager = self._block_tokens, self.kv_cache_manager
         if (
             size is None
@@ -211,7 +215,7 @@ class DecodeScheduler(Scheduler):
         return CachedRequestData(names.copy(), set(), [], all_tokens, blocks, computed, num_outputs)
 
     def _append(self, scheduled: dict[str, int], output: ModelRunnerOutput, size: int) -> dict[str, int]:
-        """Append one token to each request with which nothing else happens; return the others and their tokens."""
+        """Append its token to each request that only goes on; return numbers of tokens of the others, for vLLM."""
         decoded, sampled, places = self._decoded, output.sampled_token_ids, output.req_id_to_index
         is_async, running, rest = self._is_async, RequestStatus.RUNNING, {}
         for name, count in scheduled.items():
@@ -240,7 +244,7 @@ class AsyncDecodeScheduler(DecodeScheduler, AsyncScheduler):
 
 
 def _is_told(output: EngineCoreOutput, decoded: _Decoded | None) -> bool:
-    """Return whether a caller is told of this output now; then it has all of a quiet request's tokens."""
+    """Return whether the output goes to its caller now; that of a quiet request then gets all tokens not sent yet."""
     if decoded is None or not decoded.is_quiet:
         return True
     if decoded.num_told and output.finish_reason is None:

@@ -92,7 +92,7 @@ class KeptKv:
         return is_first and cache.untyped_storage().nbytes() % self._num_blocks == 0
 
     def _parts(self, host: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield a KV tensor as in `_pages`, ids of blocks, and the bytes of the host that are theirs."""
+        """Yield each KV tensor as in `_pages`, with ids of some blocks and the place of these blocks in host memory."""
         start = 0
         for pages in self._pages():
             for ids in self._ids.split(max(1, _GATHERED_BYTES // pages.shape[1])):

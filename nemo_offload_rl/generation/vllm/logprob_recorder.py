@@ -1,8 +1,8 @@
 """Records the logprobs of sampled tokens in the worker.
 
-vLLM returns logprobs with the tokens of each decode step: it copies them to the host and handles each response's by
-themselves, which takes a quarter of the seconds of a rollout. Here they stay on the device until responses end. They
-are bit for bit the numbers that vLLM returns with `logprobs_mode="processed_logprobs"`.
+vLLM returns logprobs with the tokens of each decode step: it copies them to the host and splits them by response, which
+takes a quarter of a rollout's seconds. Here they stay on the device until responses end. They are bit for bit the
+numbers that vLLM returns with `logprobs_mode="processed_logprobs"`.
 """
 
 from collections import deque
@@ -135,7 +135,7 @@ class LogprobRecorder:
         found = np.zeros(counts.sum(), np.bool_)
         found[places] = True
         logprobs = np.empty(len(found), np.float32)
-        logprobs[places] = self._logprobs[taken[inside]]  # of repeated places the last value stays
+        logprobs[places] = self._logprobs[taken[inside]]  # where a place comes twice, the last value stays
         versions = np.empty(len(found), np.int32)
         versions[places] = self._rows[2, taken[inside]]
         self._logprobs, self._rows = self._logprobs[owners == _KEPT], self._rows[:, owners == _KEPT]
@@ -190,7 +190,10 @@ class LogprobRecorder:
             self._rows = np.concatenate([self._rows, rows[:, sampled]], axis=1)
 
     def _owners(self, numbers: Sequence[int]) -> NDArray[np.int64]:
-        """Return for each token on the host the index in `numbers` of its request, `_KEPT`, or `_UNKNOWN`."""
+        """Return for each token on the host the index in `numbers` of its request.
+
+        `_KEPT` for requests that are not among them, `_UNKNOWN` for requests that are gone.
+        """
         oldest = int(self._rows[0].min(initial=self._next_number))
         by_number = np.full(self._next_number - oldest, _UNKNOWN, np.int64)
         for number in self._numbers.values():
@@ -203,7 +206,7 @@ class LogprobRecorder:
 
 
 def _run_lengths(values: NDArray[np.int32]) -> list[int]:
-    """Return in turn a value and how often it comes before another one."""
+    """Encode runs of equal values: value, length of its run, next value, and so on."""
     starts = np.flatnonzero(np.diff(values, prepend=values[:1] - 1))
     return np.stack([values[starts], np.diff(starts, append=len(values))], axis=1).ravel().tolist()
 
@@ -272,7 +275,7 @@ def _record_second_runner(runner: Any, recorder: LogprobRecorder) -> Callable[[]
     from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 
     sampler, run_sampler, choose = runner.sampler, runner.sample, runner.sampler.sample
-    uses_flashinfer, sampler.use_flashinfer = sampler.use_flashinfer, False  # it returns no logits of what it leaves
+    uses_flashinfer, sampler.use_flashinfer = sampler.use_flashinfer, False  # it does not return the filtered logits
     logprobs = torch.empty(0)
 
     def choose_and_score(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

@@ -43,9 +43,9 @@ class _Keeping(DecodeScheduler):
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> Any:
         """Drop cached prefixes, whose blocks will lose their contents, and stop the requests that run.
 
-        vLLM refuses this while requests run, unless `reset_running_requests` is true and they lose their blocks. Here
-        they go back to the queue otherwise: with their blocks as far as the limit goes, the oldest first, the others
-        without any.
+        While requests run, vLLM refuses this, or takes their blocks away if `reset_running_requests` is true. Without
+        that argument, running requests here go back to the queue. The oldest keep their blocks, as many as the limit
+        allows; the others lose theirs.
 
         Returns:
             Ids of the blocks to keep, [N] integers.

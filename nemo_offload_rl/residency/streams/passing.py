@@ -1,10 +1,10 @@
 """Passes parameters and gradients through the device part by part, in forward and backward passes.
 
-A part is read as one: a layer, the embedding, the output layer. Its parameters (`params/part.<index>`) are on the
-device while they are read. They come, at the earliest, while the part before it computes. Its gradients
-(`grads/part.<index>`) are there while they are added to. The states of its optimizer (`optimizer/part.<index>`) join
-both in the update (`stream.py`). The parts that are updated first get their gradients last: if there is room, they stay
-for the update, and their states come while the backward pass goes on.
+A part is a layer, the embedding or the output layer. Its parameters (`params/part.<index>`) come to the device while
+the part before it computes, and are there while they are read. Its gradients (`grads/part.<index>`) are there while
+they are added to. In the update (`stream.py`) both are there with its optimizer states (`optimizer/part.<index>`). The
+parts that are updated first get their gradients last. If there is room, they stay for the update, and their states come
+while the backward pass goes on.
 """
 
 from collections.abc import Callable, Generator, Sequence

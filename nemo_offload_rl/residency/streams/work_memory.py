@@ -1,9 +1,9 @@
 """Measures the device memory that the work of each phase needs in addition to state.
 
-A need is the largest difference between allocated bytes and the bytes of state groups at that time. State that comes
-early also leaves what passes have at the end of the phase, used or kept by the allocator in pieces. If state took such
-pieces, the allocator would give all of its cache back and ask the CUDA driver again in every micro-batch, or run out of
-memory with gibibytes free.
+A need is the largest difference in a phase between allocated bytes and those of state groups at the same time. State
+that comes early leaves free, in addition, what passes have at the end of the phase: allocated bytes, and cached pieces.
+If it took these, the allocator would return its whole cache to the CUDA driver and ask for memory again in every
+micro-batch, or run out of memory with gibibytes free.
 """
 
 import sys
@@ -47,9 +47,10 @@ class WorkMemory:
     # -- answers
 
     def is_known(self, *phases: Phase) -> bool:
-        """Tell whether each phase has been seen: the present kind of pass, and twice the kind that needs most.
+        """Tell whether the need of each phase is known.
 
-        One does not tell: the first pass of a kind compiles, and has its memory in other pieces than later ones.
+        The present kind of pass must have been seen, and the kind that needs most twice: the first pass of a kind
+        compiles, and divides its memory into other pieces than later ones.
         """
         return all(self._is_known(phase) for phase in phases)
 
@@ -108,7 +109,7 @@ class WorkMemory:
     def expect(self, kind: PassKind, size: int) -> None:
         """Begin a pass of this kind and size in tokens, in the present phase.
 
-        A pass that is run again at its size, after it ran out of memory, needs all that it has now.
+        A pass that is run again at its size, after it ran out of memory, counts as needing all that it has now.
         """
         self.restart_peak()
         is_again = self._ran_out and (kind, size) == (self._kind, self._size)
