@@ -274,19 +274,13 @@ def collate_examples(examples: Sequence[Example], *, pad_id: int, multiple: int 
     )
 
 
-def collate_pairs(
-    pairs: Sequence[ExamplePair], *, pad_id: int, multiple: int = 1, reference_sums: Tensor | None = None
-) -> PreferenceBatch:
-    """Two rows for each pair, the better response first; padding and errors as in `collate_examples`.
+def collate_pairs(pairs: Sequence[ExamplePair], *, pad_id: int, multiple: int = 1) -> PreferenceBatch:
+    """Two rows for each pair, the better response first, with zeros for the reference's sums, which are not known yet.
 
-    Args:
-        pairs: Tokenized pairs.
-        pad_id: Fills rows up.
-        multiple: Of the width.
-        reference_sums: [B] see `PreferenceBatch`; None for zeros, where they are not known yet.
+    Padding and errors as in `collate_examples`.
     """
     examples = [example for pair in pairs for example in (pair.chosen, pair.rejected)]
-    sums = torch.zeros(len(examples), dtype=torch.float64) if reference_sums is None else reference_sums
+    sums = torch.zeros(len(examples), dtype=torch.float64)
     return collate_examples(examples, pad_id=pad_id, multiple=multiple).as_kind(PreferenceBatch, reference_sums=sums)
 
 

@@ -85,13 +85,13 @@ def algorithm_of(config: Mapping[str, Any]) -> str | None:
     return found[0] if len(found) == 1 else None
 
 
-def migrate_file(path: str | Path, overrides: Sequence[str] = ()) -> Migration:
+def migrate_file(path: str | Path) -> Migration:
     """Read a NeMo-RL file with its `defaults:`, relative to itself, and map it.
 
     Raises:
         ConfigError: The file cannot be read, or is not NeMo-RL's for one of `ALGORITHMS`.
     """
-    return migrate(load_config(path, overrides), Path(path))
+    return migrate(load_config(path), Path(path))
 
 
 def migrate(config: Mapping[str, Any], path: Path | None = None) -> Migration:

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 MANY_MICRO_BATCHES = 8
 _STILL_TOO_LARGE = 0.9  # share of the size that ran out of memory; without it, packs of about one size fail one by one
 _GIB = 2**30
-# Of memory that CUDA's libraries take outside of torch's allocator.
+# Errors of CUDA and its libraries where they find no memory outside of torch's allocator.
 _FROM_LIBRARIES = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
 
 

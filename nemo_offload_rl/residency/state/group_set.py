@@ -107,7 +107,7 @@ class GroupSet:
         """Release the memory of copies out that have finished. Does not block.
 
         With `release_cache`, also release cached memory to the driver once all copies have finished or, if paced, any.
-        With `starts_more`, start further paced copies. `report` is charged instead of the copies' own.
+        With `starts_more`, start further paced copies. A given `report` is charged instead of those of the copies.
         """
         settled = None
         for state in self.states.values():
@@ -149,7 +149,7 @@ class GroupSet:
         """
         with report.held_up():
             self.release_finished(release_cache=False, starts_more=False, report=report)
-            # Releases the cache once for all tensors: that waits for running copies and delays the next ones.
+            # The cache is released once, not after each tensor: that waits for running copies and delays the next ones.
             self._wait_for(lambda: self.device.allocated_bytes() <= limit_bytes, report, release_cache=False)
             self.release_cache_for(report)
             # Blocks that are partly in use may need further copies.
@@ -172,8 +172,8 @@ class GroupSet:
     ) -> None:
         """Wait for every copy under way, with `arrivals` also for copies in, and release the memory of what left.
 
-        With `release_cache`, also release cached memory to the driver, at the expense of `report` instead of the
-        copies' own. Without `is_exposed`, no report is charged.
+        With `release_cache`, also release cached memory to the driver, and charge its seconds to `report`; without one
+        to a report of the copies. Without `is_exposed`, no report is charged.
         """
         waiting = [state for state in self.states.values() if arrivals or not state.is_arriving]
         reports = (state.settle_and_charge(is_exposed=is_exposed) for state in waiting)
