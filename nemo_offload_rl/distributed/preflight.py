@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.keys.run import ClusterConfig
+from nemo_offload_rl.keys.run import ClusterConfig, library_without_bytecode
 from nemo_offload_rl.utils.gpu_memory import read_gpus
 from nemo_offload_rl.utils.sockets import short_folder
 
@@ -53,6 +53,7 @@ def cluster_address(environment: Mapping[str, str] = os.environ) -> str | None:
 def check_start(settings: ClusterConfig, num_more: int = 0) -> None:
     """Check that Ray can start or be joined, unless this process has done so; arguments as of `check_environment`."""
     refuse_lost_ray()
+    _keep_bytecode(settings)
     if "ray" not in sys.modules or not sys.modules["ray"].is_initialized():
         check_environment(settings, num_more=num_more)
 
@@ -105,7 +106,12 @@ def check_environment(
     else:
         _check_folders(environment)
         _check_interfaces(environment)
-        warnings = (*_proxy_problems(environment), *_limit_problems(), *_shared_memory_problems(settings))
+        warnings = (
+            *_proxy_problems(environment),
+            *_limit_problems(),
+            *_shared_memory_problems(settings),
+            *_bytecode_problems(settings),
+        )
         for problem in warnings:
             if problem not in _told:
                 _told.add(problem)
@@ -350,4 +356,22 @@ def _shared_memory_problems(settings: ClusterConfig) -> Iterator[str]:
             f"/dev/shm has {free / 2**20:.0f} MiB free, and {needed / 2**20:.0f} are needed for Ray's objects"
             f"{'' if settings.device_type == 'cpu' else ', NCCL and vLLM'}: Ray uses the disk instead, which is slow; "
             "free space there, or give a container more (`docker run --shm-size 64g`)"
+        )
+
+
+def _keep_bytecode(settings: ClusterConfig) -> None:
+    """Let this process and those that it starts, such as Ray's, keep bytecode as workers do."""
+    if variables := settings.bytecode_env:
+        os.environ |= variables
+        sys.pycache_prefix, sys.dont_write_bytecode = variables["PYTHONPYCACHEPREFIX"], False
+
+
+def _bytecode_problems(settings: ClusterConfig) -> Iterator[str]:
+    library = None if settings.compile_cache_dir is not None or sys.pycache_prefix else library_without_bytecode()
+    if library is not None and (sys.dont_write_bytecode or not os.access(library, os.W_OK)):
+        why = "PYTHONDONTWRITEBYTECODE is set" if sys.dont_write_bytecode else "that folder cannot be written"
+        yield (
+            f"{library} has no bytecode and {why}, so each process compiles the library's modules again, and its "
+            f"imports take more than twice as long; run `python -m compileall -q {library.parent}` when the image is "
+            "made, or set cluster.compile_cache_dir"
         )

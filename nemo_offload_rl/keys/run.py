@@ -1,6 +1,7 @@
 """The YAML keys `logger.*`, `cluster.*` and `checkpointing.*`."""
 
 import math
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -8,6 +9,17 @@ from nemo_offload_rl.keys.section import doc, section
 
 _COMPILE_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "torch", "TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm"}
 """Environment variable and name of each library's folder in `cluster.compile_cache_dir`."""
+
+
+def library_without_bytecode() -> Path | None:
+    """Return the folder of a large library that was installed without Python's bytecode; None if there is none."""
+    for name in ("torch", "transformers", "vllm"):
+        spec = find_spec(name)
+        if spec is not None and spec.origin is not None:
+            folder = Path(spec.origin).parent
+            if not folder.joinpath("__pycache__").is_dir():
+                return folder
+    return None
 
 
 @section
@@ -143,9 +155,10 @@ class ClusterConfig:
     compile_cache_dir: Annotated[
         str | None,
         doc(
-            "Folder for the code that workers and engines compile with torch, Triton and vLLM. Later runs that name it "
-            "find it there, also on other machines of the same kind; several may use it at the same time. null leaves "
-            "the libraries' own folders ([where they are](../../guides/performance.md#start)).",
+            "Folder for the code that workers and engines compile with torch, Triton and vLLM; also for Python's "
+            "bytecode of these libraries, if they are installed without. Later runs that name it find it there, also "
+            "on other machines of the same kind; several may use it at the same time. null leaves the libraries' own "
+            "folders ([where they are](../../guides/performance.md#start)).",
             min_length=1,
         ),
     ] = None
@@ -156,7 +169,15 @@ class ClusterConfig:
         if self.compile_cache_dir is None:
             return {}
         folder = Path(self.compile_cache_dir).expanduser().absolute()
-        return {name: str(folder / part) for name, part in _COMPILE_CACHES.items()}
+        return {name: str(folder / part) for name, part in _COMPILE_CACHES.items()} | self.bytecode_env
+
+    @property
+    def bytecode_env(self) -> dict[str, str]:
+        """Environment variables for Python's bytecode in `compile_cache_dir`, if libraries are installed without."""
+        if self.compile_cache_dir is None or library_without_bytecode() is None:
+            return {}
+        folder = Path(self.compile_cache_dir).expanduser().absolute() / "python"
+        return {"PYTHONPYCACHEPREFIX": str(folder), "PYTHONDONTWRITEBYTECODE": ""}
 
     @property
     def device_type(self) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 import socket
+import subprocess
+import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -108,6 +111,37 @@ def test_what_may_fail_later_is_a_warning(caplog: pytest.LogCaptureFixture, monk
     before = len(caplog.messages)
     check_environment(CPU, {"HTTPS_PROXY": "http://proxy:1", "no_proxy": "example.org"})
     assert caplog.messages[before:] == [], "each warning comes once in a process"
+
+
+def test_bytecode_that_cannot_stay_with_a_library_is_kept_in_the_folder_of_caches(tmp_path: Path) -> None:
+    library, caches = tmp_path / "site" / "vllm", tmp_path / "caches"
+    library.mkdir(parents=True)
+    library.joinpath("__init__.py").touch()
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    plain["PYTHONPATH"] = os.pathsep.join([str(library.parent), *sys.path])
+
+    def told(changes: str, **variables: str) -> list[str]:
+        script = f"""if True:
+            import sys
+            from dataclasses import replace
+            from echo_workers import cpu_cluster
+            from nemo_offload_rl.distributed.preflight import check_start
+            settings = replace(cpu_cluster(), {changes})
+            check_start(settings)
+            print(*(f"{{name}}={{value}}" for name, value in settings.compile_cache_env.items()))
+            import vllm
+        """
+        command, env = [sys.executable, "-c", script], plain | variables
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+        return [line for line in done.stderr.splitlines() if "bytecode" in line] + done.stdout.split()
+
+    (warning,) = told("", PYTHONDONTWRITEBYTECODE="1")
+    assert warning.startswith(f"{library} has no bytecode and PYTHONDONTWRITEBYTECODE is set, so each process ")
+    given = told(f"compile_cache_dir={str(caches)!r}", PYTHONDONTWRITEBYTECODE="1")
+    assert given[3:] == [f"PYTHONPYCACHEPREFIX={caches}/python", "PYTHONDONTWRITEBYTECODE="]
+    assert list(caches.rglob("vllm/*.pyc"))
+    assert told("", PYTHONDONTWRITEBYTECODE="") == [], "Python has put it beside the library"
+    assert len(told(f"compile_cache_dir={str(caches)!r}", PYTHONDONTWRITEBYTECODE="1")) == 3
 
 
 @pytest.mark.parametrize(
