@@ -127,9 +127,10 @@ class RolloutsAhead:
         return min(most, self._num_prompts) if self._stops else most
 
     def _filling(self) -> Filling | None:
-        """Have engines that stop while the policy trains work on one step's number of responses all the time.
+        """Keep engines that stop while the policy trains at one step's number of responses.
 
-        With more, rollouts would be older when a step takes them. Agents' calls come and go, so theirs say nothing.
+        With more, rollouts would be older when a step takes them. None for agents: the number of their calls says
+        nothing about the number of their rollouts.
         """
         if not self._stops or self._gate is None:
             return None

@@ -36,7 +36,7 @@ class ModelElements:
         in_embedding: Those of its embedding, and of its output layer; 0 if unknown.
         is_tied: Both are one matrix.
         num_layers: Layers; None, if unknown, divides all over pipeline stages.
-        in_adapters: Those of adapters, which are none of the model's; 0 if unknown.
+        in_adapters: Those of adapters, which `total` does not include; 0 if unknown.
     """
 
     total: int

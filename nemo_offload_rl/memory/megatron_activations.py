@@ -298,8 +298,8 @@ def latent_attention(
 ) -> Attention:
     """Count what `MLASelfAttention` keeps: compressed states before and after their norms, angles, and whole heads.
 
-    Queries, keys and values are computed from compressed states. In packed rows values get the size of keys, so that
-    the kernel's output has it too, and a copy of its first part is the input of the projection.
+    Queries, keys and values are computed from compressed states. In packed rows values are padded to the size of keys,
+    and so is the kernel's output, of which the projection reads a copy without the padding.
 
     Args:
         config: The model's config.json.

@@ -358,7 +358,7 @@ class _Step:
         if room := self._cache_room(cfg):
             most = min(most, max(1, int(room / cache_each))) if cache_each else most
         at_once = max(1, min(waiting, most))
-        # Every expert is read once a few sequences choose theirs.
+        # Share of the experts that sequences which are decoded together choose, and that are read.
         share = 1.0
         if shape.num_experts:
             share = 1 - (1 - shape.num_active_experts / shape.num_experts) ** at_once

@@ -104,7 +104,7 @@ class AdapterSession:
                 f"The engine has no layers {listed(unknown)} that take adapters; set policy.generation.enable_lora to "
                 "false, which sends merged weights"
             )
-        # vLLM copies smaller matrices into a part of its buffers, and says nothing.
+        # vLLM copies smaller matrices into a part of its buffers, without an error.
         narrow = [layer for layer, it in halves.items() if it["A"].shape[1] != served[layer].input_size]
         if narrow:
             raise RefitError(f"The engine's layers {listed(narrow)} have another number of inputs than the policy's")

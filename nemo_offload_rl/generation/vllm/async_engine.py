@@ -240,7 +240,7 @@ class AsyncVllmEngine(VllmEngineBase):
             self._wait(self._server.close_gate())
 
     def _put_away(self) -> None:
-        """Hold all responses and new calls, and copy the KV blocks that responses go on with to the host.
+        """Stop all responses, hold new calls, and copy to the host the KV blocks with which the responses go on later.
 
         Blocks that stay on the device are not copied.
         """
@@ -326,8 +326,8 @@ class AsyncVllmEngine(VllmEngineBase):
         found = [(future.result()[0], self._places.pop(future, None)) for future in answered]
         return [(*place, completion) for completion, place in found if place is not None]  # else of another call
 
-    # vLLM's engine drops the blocks of all responses before a sleep and lets them go on with the last tag that wakes,
-    # so responses that were put away sleep without its knowledge.
+    # vLLM's engine would drop the blocks of all responses before a sleep, and let the responses go on when the last tag
+    # wakes. So if responses were put away, its workers are told to sleep and wake without it.
 
     def _wake_up(self, tags: list[str]) -> None:
         if self._has_put_away:
@@ -346,7 +346,7 @@ class AsyncVllmEngine(VllmEngineBase):
 
     def _reset_prefix_cache(self) -> bool:
         if self._has_put_away:
-            return True  # done then
+            return True  # `_put_away` has done it
         if self._recomputes is False and self._engine.output_processor.has_unfinished_requests():
             # Unfinished requests keep their blocks. Later requests have another salt, so they do not read them.
             return True

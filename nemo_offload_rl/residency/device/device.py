@@ -37,7 +37,7 @@ class Room:
 
 @dataclass(eq=False)
 class Transfer:
-    """Copies under way in one direction. Those of this class finished inside the call that started them.
+    """Copies under way in one direction. Those of this base class have finished when they are returned.
 
     Do not read the host side or release the device side until `num_finished` covers the copy or `wait_host` returns.
     """

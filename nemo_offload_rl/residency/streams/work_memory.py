@@ -121,7 +121,8 @@ class WorkMemory:
     def ran_out(self) -> None:
         """Record that memory ran out in the present pass, so that it needs more than was counted as allocated.
 
-        The allocator may hold memory in pieces too small for the pass, of which the peak of its bytes says nothing.
+        The peak of allocated bytes may be low nevertheless, if the allocator holds memory in pieces too small for the
+        pass.
         """
         self._ran_out = True
 

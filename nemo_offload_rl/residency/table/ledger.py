@@ -106,8 +106,8 @@ class TransitionReport:
         source: Phase before; None for the first transition.
         target: Phase entered.
         groups: Bytes by group; groups that did not move are absent.
-        exposed_s: Seconds lost to this transition: the host's while groups moved, otherwise those in which the device
-            was idle because it waited for copies or the host was held up (`Device.held_up`).
+        exposed_s: Seconds lost to this transition. While groups move, seconds of the host; at other times seconds in
+            which the device was idle, because it waited for copies or the host was held up (`Device.held_up`).
         give_back_s: Exposed seconds in which memory was released to the driver or communicators got theirs back.
         transfer_s: Seconds that its copies took on the link, waited for or not.
         peak_bytes: Most device memory that this process held in the phase before; 0 if unknown.
