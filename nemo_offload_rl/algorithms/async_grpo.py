@@ -196,7 +196,7 @@ class RolloutsAhead:
     def with_generation(self, seconds: Mapping[str, float], groups: SampledGroups) -> dict[str, float]:
         """Return a step's seconds, with the generation of its rollouts; order `finished` has no such figure.
 
-        There, engines work on groups of several steps at a time, so no seconds belong to a step's tokens.
+        With that order, engines work on groups of several steps at the same time, so no seconds belong to one step.
         """
         others = {phase: taken_s for phase, taken_s in seconds.items() if phase != "generation"}
         return others if self._by_group else {**others, "generation": groups.seconds["generation"]}

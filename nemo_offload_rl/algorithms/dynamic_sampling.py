@@ -70,7 +70,7 @@ def sample_until_full(
 
     Args:
         batches: Each item generates and scores fresh prompts; ends with the data.
-        num_prompts: Groups that the step needs, or that number of groups' responses.
+        num_prompts: Groups that the step needs. If `drops` is "responses", it needs as many responses as these have.
         max_batches: Most batches to draw.
         drops: The key `grpo.dynamic_sampling_drops`.
 

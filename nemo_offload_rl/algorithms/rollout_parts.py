@@ -33,9 +33,9 @@ class RolloutParts:
     """Parts of a run with rollouts; `runs/rollouts.py` builds them.
 
     `restart_engine` takes the error that ended the engine. It raises that error if no restart is left, and otherwise
-    restarts the engine and returns the new owner of each process. `pausing` is the same engine if it can take new
-    weights in the middle of responses, else None; with `keeps_paused` it keeps unfinished responses through its sleep
-    by itself. `planned` are metrics of the run's plan.
+    restarts the engine and returns the owner of each worker process by its id. `pausing` is the same engine if it can
+    take new weights in the middle of responses, else None; with `keeps_paused` it keeps unfinished responses through
+    its sleep by itself. `planned` are metrics of the run's plan.
     """
 
     policy: Policy

@@ -68,12 +68,12 @@ class LostRollouts(Exception):
 
 @dataclass(frozen=True)
 class Filling:
-    """When engines that stop between steps begin more parts than `RolloutPool.most_at_once`.
+    """Lets engines that stop between steps begin more parts than `RolloutPool.most_at_once`, while they have room.
 
     Attributes:
-        num_in_progress: Returns the responses that the engines have in progress.
-        most_responses: Responses that they are given.
-        responses_per_part: Responses of a part.
+        num_in_progress: Returns the number of responses that the engines have in progress.
+        most_responses: Number of responses up to which they are filled.
+        responses_per_part: Number of responses of a part.
         most_parts: Parts that may be drawn at the same time.
     """
 
@@ -106,8 +106,9 @@ class RolloutPool[Item, Drawn]:
         max_age: Greatest age of a part.
         first_step: First step to train, from 1.
         last_step: Last step to train.
-        most_at_once: Parts that may be drawn at the same time; others wait and are younger for it.
-        filling: Begins more; None if there is no need.
+        most_at_once: Parts that may be drawn at the same time. Others wait, and begin with newer weights if a refit
+            comes meanwhile.
+        filling: See `Filling`; None never begins more than `most_at_once`.
     """
 
     def __init__(
@@ -222,8 +223,8 @@ class RolloutPool[Item, Drawn]:
     def _enough(self, step: int) -> bool:
         """Tell whether the steps after `step` have room for all unfinished parts before these are too old.
 
-        Of the parts that must be trained on at most `later` steps after this one, those steps take a step's number
-        each. All others must be finished now.
+        Some parts must be trained on at most `later` steps after `step`. The steps after `step` can take `later` times
+        a step's number of these; the rest must be finished now.
         """
         for later in range(self._max_age):
             due = [part for part in self._parts if part.version + 1 + self._max_age <= step + later]
@@ -249,7 +250,8 @@ class RolloutPool[Item, Drawn]:
     def _begin_more(self, most: int = 0) -> None:
         """Begin parts while fewer than `most_at_once`, or `most`, are in progress; the caller holds the lock.
 
-        None begins once engines that stop between steps (`Filling`) have the awaited one: it would get later weights.
+        Engines that stop between steps (`Filling`) begin none once the awaited step has its parts. They are about to
+        stop, so a part that began then would be drawn with later weights than its `version`.
         """
         has_all = self._awaited is None or self._chosen(self._awaited) is not None
         if self._is_closed or (self._filling is not None and has_all):
