@@ -27,7 +27,7 @@ from nemo_offload_rl.data.records import Prompt
 from nemo_offload_rl.environments.agents import AgentEnvironment
 from nemo_offload_rl.environments.interfaces import for_threads
 from nemo_offload_rl.errors import DeviceMemoryError, WorkerDiedError
-from nemo_offload_rl.experience.types import RolloutBatch
+from nemo_offload_rl.experience.types import Rollout, RolloutBatch
 from nemo_offload_rl.keys.grpo import GrpoSectionConfig
 from nemo_offload_rl.protocols.engine import PausingEngine
 from nemo_offload_rl.utils.timer import TOTAL, PhaseTimer
@@ -54,6 +54,14 @@ def token_ages(step: int, rollouts: RolloutBatch) -> dict[str, float]:
         return {}
     mean = sum(age * count for age, count in ages.items()) / ages.total()
     return {"avg_token_age": mean, "max_token_age": float(max(ages))}
+
+
+def _age(step: int, rollout: Rollout, begun: int) -> int:
+    """Return the steps between a rollout's first token and `step`, or `begun` if its versions are unknown.
+
+    A rollout that waited in the engine, or for it, is younger than its part.
+    """
+    return step - 1 - rollout.versions[0][0] if rollout.versions else begun
 
 
 @dataclass(frozen=True)
@@ -162,7 +170,7 @@ class RolloutsAhead:
             return SampledGroups(
                 trained=rollouts,
                 sampled=rollouts,
-                age=fmean(part.age for part in taken),
+                age=fmean(_age(step, one, part.age) for part in taken for one in part.drawn.rollouts.rollouts),
                 seconds={phase: max(part.drawn.seconds.get(phase, 0.0) for part in taken) for phase in phases},
             )
 

@@ -114,7 +114,8 @@ def test_a_run_whose_responses_stop_while_it_trains_survives_its_engine_and_ctrl
     assert list(prompts.values()) == [last // EPOCH] * 4 * EPOCH
     for step in range(1, last + 1):
         assert len(rollouts[step]) == 4 * 8
-        assert 0 <= metrics[step]["train/avg_trajectory_age"] <= 1
+        began = [step - 1 - rollout["weight_versions"][0][0] for rollout in rollouts[step]]
+        assert metrics[step]["train/avg_trajectory_age"] == sum(began) / len(began) <= 1
         assert metrics[step]["train/token_mult_prob_error"] < (1.001 if step in (1, saved + 1) else 1.5)
         assert metrics[step]["timing/collector/generation_s"] > 0
         assert 1 < metrics[step]["train/mean_turns"] <= 2
