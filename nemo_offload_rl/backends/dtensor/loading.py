@@ -417,9 +417,9 @@ def _read(name: str, parameter: Tensor, sources: WeightSources) -> None:
         # Moved in the file's dtype: fewer bytes, and no second copy on the host.
         if piece.is_transposed:
             begins, sizes = ((*each[:-2], each[-1], each[-2]) for each in (begins, sizes))
-            return sources.files.read(piece.name, begins, sizes).to(local.device).transpose(-1, -2)
+            return sources.files.read(piece.name, begins, sizes, local.device).transpose(-1, -2)
         stacked = len(begins) - len(piece.shape)  # the dimension of the experts, which the file's tensors lack
-        return sources.files.read(piece.name, begins[stacked:], sizes[stacked:]).to(local.device)
+        return sources.files.read(piece.name, begins[stacked:], sizes[stacked:], local.device)
 
     repeat = sources.repeats.get(name)
     for piece in sources.pieces[name]:

@@ -103,21 +103,25 @@ class WeightFiles:
             return None
         return (read_model_config(self._model_name).get("quantization_config") or {}).get("weight_block_size")
 
-    def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """Read a part of a tensor to the CPU, in the file's dtype (bfloat16 if that has 8 or 4 bits).
+    def read(
+        self, name: str, offsets: Sequence[int], sizes: Sequence[int], device: torch.device | None = None
+    ) -> Tensor:
+        """Read a part of a tensor, in the file's dtype (bfloat16 if that has 8 or 4 bits).
 
-        The result may be a view of the mapped file.
+        On the CPU, the result may be a view of the mapped file.
 
         Args:
             name: One of `shapes`.
             offsets: Offset of the part in each dimension.
             sizes: Extent of the part in each dimension.
+            device: Device of the result, which also looks for faults; None for the CPU.
 
         Raises:
             UserError: The file cannot be read, or the part has NaN, infinity or a value above `LARGEST_WEIGHT`.
         """
         packed = self._packed.get(name)
         part = self._read(name, offsets, sizes) if packed is None else packed.read(self._read, offsets, sizes)
+        part = part.to(device)
         if (fault := fault_in(part)) is not None:
             raise UserError(
                 f"The weights of policy.model_name={self._model_name} have {fault} in {name} ({self.paths[name]}); "

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from nemo_offload_rl.backends.hf.weight_files import fault_in
 from nemo_offload_rl.errors import UserError
 from nemo_offload_rl.policy.worker import PolicyWorker
 
@@ -120,6 +121,16 @@ def test_a_weight_that_is_not_finite_is_refused_by_name(folders: Path, tmp_path:
     weight[-1, -1] = torch.nan
     change_weights(folder, {name: weight})
     assert f"have NaN in {name} ({folder / 'model.safetensors'})" in refusal(folder)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_a_gpu_finds_the_weights_that_a_cpu_finds(dtype: torch.dtype) -> None:
+    weights = torch.randn(999, 33, dtype=dtype)
+    assert fault_in(weights) is fault_in(weights.cuda()) is None
+    for value in (torch.nan, torch.inf, -torch.inf):
+        weights[-1, -1] = value
+        assert fault_in(weights.cuda()) == fault_in(weights) is not None
 
 
 def test_tensors_that_the_config_does_not_ask_for_are_refused_unless_they_are_computed_anew(
