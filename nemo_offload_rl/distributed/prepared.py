@@ -69,8 +69,9 @@ class PreparedWorkers:
         from nemo_offload_rl.utils.cli import stop_signals_blocked  # the script cannot import the package
 
         task, none = pickle.dumps((os.getpid(), imports, settings)), subprocess.DEVNULL
-        # Ray sets OMP_NUM_THREADS for its workers, but later; torch reads it as it is imported.
-        variables = {"OMP_NUM_THREADS": "1", **os.environ, **env_vars}
+        # Ray sets OMP_NUM_THREADS for its workers, but later; torch reads it as it is imported. Torch starts CUDA to
+        # tell whether it is available, unless the other variable is set. The worker is without.
+        variables = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1", **os.environ, **env_vars}
         for number in range(count):
             path = self._folder / f"{name}.{number}"
             Path(f"{path}{_IMPORTS}").touch()
