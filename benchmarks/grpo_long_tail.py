@@ -7,10 +7,10 @@
 A random model says nothing that ends, so each response has a length of its own, which is where it is cut: log-normal,
 its 99th percentile 8 times its median, from a hash of the prompt, the seed and its number. All sides draw from the same
 distribution. With one GPU policy and engine share it. With two, `data` and `finished` have one for each, and the others
-use both for policy and engines. `colocated` computes the KV cache of unfinished responses again; `kept` keeps it on the
-host, and `awake` in an engine that never sleeps. Printed for each side: steps an hour, without the
-first steps, which fill the pool, and the last, which empty it; tokens trained on per second of those steps; the mean
-length trained on and sampled; the age of the rollouts; seconds of waiting for rollouts and of training.
+use both for policy and engines. `colocated` computes the KV cache of unfinished responses again, and `kept` keeps it on
+the host; the engines of `awake` never sleep and generate while the policy trains. Printed for each side: steps an hour,
+without the first steps, which fill the pool, and the last, which empty it; tokens trained on per second of those steps;
+the mean length trained on and sampled; the age of the rollouts; seconds of waiting for rollouts and of training.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SIDES = {
     "synchronous": [],
     "colocated": FINISHED,
     "kept": [*FINISHED, "grpo.async_grpo.paused_kv=host"],
-    "awake": [*FINISHED, "grpo.async_grpo.paused_kv=device", "policy.generation.vllm_cfg.enable_sleep_mode=false"],
+    "awake": [*FINISHED, "policy.generation.vllm_cfg.enable_sleep_mode=false"],
     "data": [*AHEAD, *APART, "grpo.async_grpo.order=data"],
     "finished": [*FINISHED, *APART],
 }

@@ -5,7 +5,8 @@ Taking the rollouts of a step means:
    weights (`grpo.async_grpo.in_flight_weight_updates`).
 2. Begin the rollouts that are due with these weights (`rollout_pool.py`).
 3. Wait for the step's rollouts.
-4. Engines that share the policy's devices give back or put away what they generate, and sleep (`paused_rollouts.py`).
+4. Engines that take turns with the policy on its devices give back or put away what they generate, and sleep
+   (`paused_rollouts.py`). Others go on, on the policy's devices too (`vllm_cfg.enable_sleep_mode` false).
 Validation does the refit itself and begins no rollouts for training.
 """
 
@@ -77,10 +78,12 @@ class RolloutsAhead:
         settings: The keys `grpo.*`; `async_grpo` is on.
         parts: The run's parts, from `with_lookahead`.
         loop: Draws rollouts, and holds the engines.
-        colocated: Whether the engines share the policy's devices, so that they stop while it trains.
+        engines_stop: Whether the engines stop while the policy trains.
     """
 
-    def __init__(self, settings: GrpoSectionConfig, parts: RolloutParts, loop: RolloutLoop, *, colocated: bool) -> None:
+    def __init__(
+        self, settings: GrpoSectionConfig, parts: RolloutParts, loop: RolloutLoop, *, engines_stop: bool
+    ) -> None:
         assert settings.async_grpo is not None and isinstance(parts.loader, LookaheadLoader)
         self._cfg = cfg = settings.async_grpo
         self._num_prompts, self._num_samples = settings.num_prompts_per_step, settings.num_generations_per_prompt
@@ -90,11 +93,11 @@ class RolloutsAhead:
         self._loader = parts.loader
         self._pool: RolloutPool[Prompt, _Drawn] | None = None
         self._lengths: list[tuple[int, float]] = []  # batch and mean length of each group, as they finish
-        self._stops = colocated
+        self._stops = engines_stop
         # Calls of agents are conversations that engines hold, which cannot be continued elsewhere.
         has_gate = self._by_group and parts.endpoint is None
-        self._gate = Gate(keeps=colocated and parts.keeps_paused) if has_gate else None
-        if not colocated:
+        self._gate = Gate(keeps=parts.keeps_paused) if has_gate else None
+        if not engines_stop:
             loop.engine.around_refit = self._held if cfg.in_flight_weight_updates else self._drained
         if cfg.max_trajectory_age_steps > 1 and not cfg.in_flight_weight_updates:
             logger.warning(
@@ -116,6 +119,7 @@ class RolloutsAhead:
             last_step=last_step,
             most_at_once=self._most_at_once(max_age),
             filling=self._filling(),
+            engines_stop=self._stops,
         )
         try:
             yield
@@ -125,22 +129,16 @@ class RolloutsAhead:
                 self._gate.end()
 
     def _most_at_once(self, max_age: int) -> int:
-        """Return the number of parts that are drawn at a time.
-
-        Engines that stop while the policy trains begin with one step's number of groups; see `_filling`.
-        """
-        if not self._by_group:
-            return max_age + 1
-        most = self._parts.engine.most_callers
-        return min(most, self._num_prompts) if self._stops else most
+        """Return the number of parts that are drawn at a time: with order `finished` one step's; see `_filling`."""
+        return min(self._parts.engine.most_callers, self._num_prompts) if self._by_group else max_age + 1
 
     def _filling(self) -> Filling | None:
-        """Keep engines that stop while the policy trains at one step's number of responses.
+        """Keep engines at one step's number of responses, with order `finished`.
 
-        With more, rollouts would be older when a step takes them. None for agents: the number of their calls says
+        With more, groups would grow old while they wait in the engines. None for agents: the number of their calls says
         nothing about the number of their rollouts.
         """
-        if not self._stops or self._gate is None:
+        if self._gate is None:
             return None
         engine, per_group = self._parts.engine, self._num_samples
         return Filling(engine.num_in_progress, self._num_prompts * per_group, per_group, engine.most_callers)

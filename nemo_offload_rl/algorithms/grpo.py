@@ -80,7 +80,7 @@ class GrpoTrainer:
             shown=("reward", "accuracy", "length", "cut off", *(("KL",) if loss.reference_policy_kl_penalty else ())),
         )
         self._ahead = (
-            RolloutsAhead(settings, parts, self._loop, colocated=generation.colocated.enabled)
+            RolloutsAhead(settings, parts, self._loop, engines_stop=generation.engines_sleep)
             if settings.is_async
             else None
         )

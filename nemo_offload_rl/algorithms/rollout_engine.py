@@ -30,7 +30,7 @@ class RolloutEngine:
     Args:
         policy: All ranks of the policy.
         engine: All engines.
-        colocated: Whether engine and policy share devices; else the engine never sleeps.
+        takes_turns: Whether engine and policy use the same devices in turn; else the engine never sleeps.
         restart: See `Restart`.
         bring: Moves the policy into its first phase of the step, once the engine sleeps.
         timer: Gets the phases `refit`, `generation/sleep`, `engine_restart`, and the one that a call names.
@@ -46,14 +46,14 @@ class RolloutEngine:
         policy: Policy,
         engine: GenerationEngine,
         *,
-        colocated: bool,
+        takes_turns: bool,
         restart: Restart,
         timer: PhaseTimer,
         bring: Callable[[], object],
     ) -> None:
         self._policy = policy
         self._engine = engine
-        self._colocated = colocated
+        self._takes_turns = takes_turns
         self._restart = restart
         self._bring = bring
         self._timer = timer
@@ -88,10 +88,10 @@ class RolloutEngine:
         return self._with_restarts(call)
 
     def start_handover(self) -> None:
-        """Put a colocated engine to sleep and bring the policy, in the background; further calls do nothing."""
+        """Put an engine that takes turns to sleep and bring the policy, in the background; further calls do nothing."""
         if self._handover is None:
             self._is_awake = False
-            self._handover = _start_handover(self._bring, self._engine if self._colocated else None)
+            self._handover = _start_handover(self._bring, self._engine if self._takes_turns else None)
 
     def wait_for_sleep(self) -> None:
         """Wait until the engine of a started handover sleeps; restart it if it died."""
@@ -110,8 +110,8 @@ class RolloutEngine:
         handover.policy_ready.result()
 
     def sleep(self) -> None:
-        """Put the engine to sleep if it is awake and shares devices."""
-        if self._is_awake and self._colocated:
+        """Put the engine to sleep if it is awake and takes turns."""
+        if self._is_awake and self._takes_turns:
             self._is_awake = False
             self._with_restarts(lambda: self._engine.finish_generation(discard_weights=True))
 

@@ -84,7 +84,7 @@ class RolloutLoop:
         self.engine = RolloutEngine(
             parts.policy,
             parts.engine,
-            colocated=generation.colocated.enabled,
+            takes_turns=generation.engines_sleep,
             restart=lambda error: parts.memory.set_owners(parts.restart_engine(error)),
             timer=self.timer,
             bring=bring,

@@ -9,8 +9,8 @@ age of rollouts is the version being trained minus the version with which they b
 - Order `data`: step s takes batch s.
 - Order `finished`: a step takes as many parts as a batch has, the oldest of those that have finished. It waits for
   older ones only if too few steps are left for them, see `_enough`. No part is lost.
-- Most responses of a part have ended while its longest is in progress. So engines that work on a fixed number of parts
-  run half empty, and `Filling` begins more while they have room.
+- A part begins when the engines have room for it: one that waited in them would be older when a step takes it. Most
+  responses of a part have ended while its longest is in progress, so `Filling` begins more than a fixed number.
 
 The trainer's calls return or raise in the trainer's thread.
 """
@@ -68,7 +68,7 @@ class LostRollouts(Exception):
 
 @dataclass(frozen=True)
 class Filling:
-    """Lets engines that stop between steps begin more parts than `RolloutPool.most_at_once`, while they have room.
+    """Lets engines begin more parts than `RolloutPool.most_at_once`, while they have room.
 
     Attributes:
         num_in_progress: Returns the number of responses that the engines have in progress.
@@ -109,6 +109,8 @@ class RolloutPool[Item, Drawn]:
         most_at_once: Parts that may be drawn at the same time. Others wait, and begin with newer weights if a refit
             comes meanwhile.
         filling: See `Filling`; None never begins more than `most_at_once`.
+        engines_stop: The engines stop once a step has its parts. No part begins then: it would get later weights than
+            its `version`.
     """
 
     def __init__(
@@ -122,6 +124,7 @@ class RolloutPool[Item, Drawn]:
         last_step: int,
         most_at_once: int,
         filling: Filling | None = None,
+        engines_stop: bool = False,
     ) -> None:
         self._draw = draw
         self._loader = loader
@@ -135,7 +138,9 @@ class RolloutPool[Item, Drawn]:
         self._is_closed = False
         self._most_at_once = most_at_once
         self._filling = filling
+        self._engines_stop = engines_stop
         self._awaited: int | None = None  # the step for which parts are due and that has not been taken
+        self._next_look_s = 0.0  # at the engines' room; what has just begun is not in progress there yet
 
     @property
     def num_waiting(self) -> int:
@@ -177,7 +182,6 @@ class RolloutPool[Item, Drawn]:
             LostRollouts: The engines have ended.
             Exception: The error of any part.
         """
-        look_s = time.monotonic() + _LOOK_S
         while True:
             with self._changed:
                 for part in self._parts:
@@ -188,11 +192,8 @@ class RolloutPool[Item, Drawn]:
                     self._parts = [part for part in self._parts if part not in chosen]
                     self._awaited = None
                     break
-                may_begin = self._filling is not None and any(not part.has_begun for part in self._parts)
-                self._changed.wait(max(0.0, look_s - time.monotonic()) if may_begin else None)
-            if may_begin and time.monotonic() >= look_s:
-                self._fill()
-                look_s = time.monotonic() + _LOOK_S
+                self._changed.wait(max(0.0, self._next_look_s - time.monotonic()) if self._may_fill else None)
+            self._fill()
         for part in chosen:
             self._loader.use(part.prompts)
         return [Taken(cast(Drawn, part.drawn), step - 1 - part.version) for part in chosen]
@@ -232,8 +233,21 @@ class RolloutPool[Item, Drawn]:
                 return False
         return True
 
+    @property
+    def _may_begin(self) -> bool:
+        has_all = self._awaited is None or self._chosen(self._awaited) is not None
+        return not self._is_closed and not (self._engines_stop and has_all)
+
+    @property
+    def _may_fill(self) -> bool:
+        return self._filling is not None and self._may_begin and any(not part.has_begun for part in self._parts)
+
     def _fill(self) -> None:
-        """Begin waiting parts as far as the engines have room for their responses."""
+        """Begin waiting parts as far as the engines have room for their responses; look at it now and then only."""
+        with self._changed:
+            if not self._may_fill or time.monotonic() < self._next_look_s:
+                return
+            self._next_look_s = time.monotonic() + _LOOK_S
         assert self._filling is not None
         try:
             num_missing = self._filling.most_responses - self._filling.num_in_progress()
@@ -248,13 +262,8 @@ class RolloutPool[Item, Drawn]:
         return sum(part.has_begun and not part.is_finished for part in self._parts)
 
     def _begin_more(self, most: int = 0) -> None:
-        """Begin parts while fewer than `most_at_once`, or `most`, are in progress; the caller holds the lock.
-
-        Engines that stop between steps (`Filling`) begin none once the awaited step has its parts. They are about to
-        stop, so a part that began then would be drawn with later weights than its `version`.
-        """
-        has_all = self._awaited is None or self._chosen(self._awaited) is not None
-        if self._is_closed or (self._filling is not None and has_all):
+        """Begin parts while fewer than `most_at_once`, or `most`, are in progress; the caller holds the lock."""
+        if not self._may_begin:
             return
         waiting = [part for part in self._parts if not part.has_begun]
         for part in waiting[: max(0, max(self._most_at_once, most) - self._num_in_progress)]:
@@ -271,6 +280,7 @@ class RolloutPool[Item, Drawn]:
             part.drawn, part.error, part.is_finished = drawn, error, True
             self._begin_more()
             self._changed.notify_all()
+        self._fill()
 
 
 def _raise(error: BaseException, engine: int) -> NoReturn:

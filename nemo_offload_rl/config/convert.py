@@ -70,7 +70,6 @@ def _worker(cfg: RolloutMasterConfig) -> PolicySettings:
 
 def _engine(cfg: RolloutMasterConfig) -> VllmSettings:
     policy, (_, section), served = cfg.policy, cfg.algorithm, served_adapters(cfg)
-    sleeps = policy.generation.vllm_cfg.enable_sleep_mode
     return extend(
         VllmSettings,
         policy.generation.vllm_cfg,
@@ -79,8 +78,7 @@ def _engine(cfg: RolloutMasterConfig) -> VllmSettings:
         vllm_kwargs=policy.generation.vllm_kwargs,
         seed=section.seed,
         endpoint=_endpoint(cfg),
-        kept_kv_bytes=int(section.kept_kv_gib(sleeps=sleeps) * 2**30) or None,
-        keeps_kv_on_device=section.keeps_kv_on_device(sleeps=sleeps),
+        kept_kv_bytes=int(section.kept_kv_gib * 2**30) or None,
         adapters=served if isinstance(served, ServedAdapters) else None,
         returns_routed_experts=policy.router_replay.enabled,
     )

@@ -58,8 +58,6 @@ class VllmSettings(VllmConfig):
         endpoint: Settings of the HTTP server; None without `expose_http_server`.
         kept_kv_bytes: Most bytes of unfinished responses' KV blocks that each worker keeps on the host while the engine
             sleeps; None if the engine drops all of them.
-        keeps_kv_on_device: Unfinished responses keep their KV blocks while the engine, which never sleeps, does not
-            generate.
         adapters: The policy's adapters, if the engine applies them itself; None if refits bring merged weights.
         returns_routed_experts: Responses come with the routing of their tokens.
     """
@@ -70,14 +68,8 @@ class VllmSettings(VllmConfig):
     seed: int
     endpoint: EndpointSettings | None = None
     kept_kv_bytes: int | None = None
-    keeps_kv_on_device: bool = False
     adapters: ServedAdapters | None = None
     returns_routed_experts: bool = False
-
-    @property
-    def keeps_paused(self) -> bool:
-        """Unfinished responses stay in the engine while it does not generate."""
-        return self.kept_kv_bytes is not None or self.keeps_kv_on_device
 
 
 @dataclass(frozen=True)

@@ -237,6 +237,11 @@ class GenerationConfig:
     colocated: Annotated[ColocatedConfig, doc("Where the engines run.")]
 
     @property
+    def engines_sleep(self) -> bool:
+        """Whether engines and policy use the same devices in turn."""
+        return self.colocated.enabled and self.vllm_cfg.enable_sleep_mode
+
+    @property
     def sampling(self) -> SamplingSettings:
         """How rollouts are sampled."""
         return self._sampling(self.temperature, self.top_p, self.top_k)

@@ -179,14 +179,12 @@ class AsyncGrpoConfig:
         ),
     ] = False
     paused_kv: Annotated[
-        Literal["recompute", "host", "device", "auto"],
+        Literal["recompute", "host", "auto"],
         doc(
-            "KV cache of unfinished responses while the policy trains on their engines' devices: recompute: dropped, "
-            "and computed again with the new weights. host: copied to the host and back, so that they continue with "
-            "the cache of the old weights. device: stays where it is, so that they continue with it; requires "
-            "`vllm_cfg.enable_sleep_mode` false. auto: device without sleep mode; else host if the estimator expects "
-            "the copies to take less time than recomputing, else recompute. All but recompute require engines on the "
-            "policy's devices."
+            "KV cache of unfinished responses while their engines sleep and the policy trains on the same devices: "
+            "recompute: dropped, and computed again with the new weights. host: copied to the host and back, so that "
+            "they continue with the cache of the old weights. auto: host if the estimator expects the copies to take "
+            "less time than recomputing, else recompute. All but recompute require engines that sleep."
         ),
     ] = "recompute"
     paused_kv_host_gib: Annotated[
@@ -241,17 +239,10 @@ class RolloutSectionConfig:
     ] = False
     seed: Annotated[int, doc("Seed for data order, sampling and initialization.", ge=0)] = 42
 
-    def kept_kv_gib(self, *, sleeps: bool) -> float:
-        """Most GiB per GPU of unfinished responses' KV blocks that the host keeps; 0 for none.
-
-        Args:
-            sleeps: The engines sleep while the policy trains.
-        """
+    @property
+    def kept_kv_gib(self) -> float:
+        """Most GiB per GPU of unfinished responses' KV blocks that the host keeps; 0 for none."""
         return 0.0
-
-    def keeps_kv_on_device(self, *, sleeps: bool) -> bool:
-        """Tell whether KV blocks of unfinished responses stay on the device; argument as above."""
-        return False
 
     @property
     def validates(self) -> bool:
@@ -335,16 +326,13 @@ class GrpoSectionConfig(RolloutSectionConfig):
         """Whether rollouts are generated during training."""
         return self.async_grpo is not None and self.async_grpo.enabled
 
-    def kept_kv_gib(self, *, sleeps: bool) -> float:
+    @property
+    def kept_kv_gib(self) -> float:
         """See the base class."""
         ahead = self.async_grpo
-        kept = ahead is not None and ahead.enabled and ahead.paused_kv in (("host", "auto") if sleeps else ("host",))
-        return ahead.paused_kv_host_gib if ahead is not None and kept else 0.0
-
-    def keeps_kv_on_device(self, *, sleeps: bool) -> bool:
-        """See the base class."""
-        ahead = self.async_grpo
-        return ahead is not None and ahead.enabled and not sleeps and ahead.paused_kv in ("device", "auto")
+        if ahead is None or not ahead.enabled or ahead.paused_kv == "recompute":
+            return 0.0
+        return ahead.paused_kv_host_gib
 
     @property
     def prompts_per_generation_batch(self) -> int:

@@ -157,9 +157,9 @@ def grpo_worker(policy: PolicyConfig, section: RolloutSectionConfig, *, sends_ad
         engine_memory_share=vllm.gpu_memory_utilization,
         engine_kv_cache_gib=vllm.kv_cache_memory_gib,
         engine_tensor_parallel_size=vllm.tensor_parallel_size,
-        engine_kept_kv_gib=section.kept_kv_gib(sleeps=vllm.enable_sleep_mode),
+        engine_kept_kv_gib=section.kept_kv_gib,
         sends_adapters=sends_adapters,
-        colocated=generation.colocated.enabled and vllm.enable_sleep_mode,
+        colocated=generation.engines_sleep,
         seed=section.seed,
     )
 

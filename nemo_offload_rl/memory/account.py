@@ -424,7 +424,7 @@ class Account:
         if not isinstance(cfg, RolloutMasterConfig) or phase is Phase.GENERATION:
             return num_bytes
         generation = cfg.policy.generation
-        if not generation.colocated.enabled or not generation.vllm_cfg.enable_sleep_mode:
+        if not generation.engines_sleep:
             return num_bytes
         return num_bytes + ENGINE_REST_BYTES["several" if generation.vllm_cfg.tensor_parallel_size > 1 else "one"]
 

@@ -45,14 +45,13 @@ def with_chosen_kv(config: RolloutConfig, gpu: Gpu | None = None) -> RolloutConf
     """Choose for `grpo.async_grpo.paused_kv: auto` whether engines keep KV blocks on the host.
 
     They do if the estimated copies take less time than computing the blocks again. Without a GPU of known rates, if the
-    model's size is unknown, or if it has layers with states, they keep none. Engines that never sleep leave them where
-    they are.
+    model's size is unknown, or if it has layers with states, they keep none.
 
     Args:
         config: The run.
         gpu: The GPU to plan for; None for the smallest of this machine.
     """
-    if not _chooses_kv(config) or config.engine.keeps_kv_on_device:
+    if not _chooses_kv(config):
         return config
     gpu, model = gpu or gpu_here(), local_model_config(config)
     is_attention = model is not None and state_mixer(model) is None
@@ -68,10 +67,7 @@ def chosen_kv_line(config: RolloutConfig) -> str | None:
     """Return what `with_chosen_kv` chose for this configuration, in words; None if a key says it."""
     if not _chooses_kv(config):
         return None
-    if config.engine.keeps_kv_on_device:
-        kept = "left on the device"
-    else:
-        kept = "copied to the host and back" if config.engine.kept_kv_bytes else "computed again"
+    kept = "copied to the host and back" if config.engine.kept_kv_bytes else "computed again"
     return f"grpo.async_grpo.paused_kv=auto: KV caches of unfinished responses are {kept} while the policy trains"
 
 

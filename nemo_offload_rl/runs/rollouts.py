@@ -218,7 +218,7 @@ def open_run(
             endpoint=_endpoint(config, workers),
             overlong_rows=prompts.overlong,
             pausing=workers.engine if config.engine.async_engine else None,
-            keeps_paused=config.engine.keeps_paused,
+            keeps_paused=config.engine.kept_kv_bytes is not None,
             planned=planned_metrics(config),
             profile_steps=config.logger.profile_steps,
         )

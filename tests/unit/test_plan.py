@@ -311,10 +311,6 @@ def test_a_cache_is_kept_on_the_host_where_copies_take_less_time_than_computing_
     # Both count in the host's memory, since only the run chooses.
     plan, _ = plan_run(ROOT / "examples/configs/grpo_math_1B.yaml", overrides, Target(KNOWN["H200"]))
     assert plan.account.need.parts()["the engine's kept KV blocks"] == 4 * GIB
-    awake = [*overrides, "policy.generation.vllm_cfg.enable_sleep_mode=false"]
-    chosen = with_chosen_kv(load_grpo_config(str(ROOT / "examples/configs/grpo_math_1B.yaml"), awake), KNOWN["H200"])
-    assert (chosen.engine.keeps_kv_on_device, chosen.engine.kept_kv_bytes) == (True, None)
-    assert "left on the device" in chosen_kv_line(chosen) and not chosen.worker.engine_kept_kv_gib
 
 
 def test_an_engine_that_applies_adapters_gets_weights_too_if_it_sleeps_and_the_host_holds_them_once(tmp_path):

@@ -73,8 +73,8 @@ def served_adapters(cfg: RolloutMasterConfig) -> ServedAdapters | str | None:
         return "the output layer has an adapter"
     else:
         modules = _of_dtensor(settings)
-    sleeps = policy.generation.colocated.enabled and vllm.enable_sleep_mode
-    return ServedAdapters(next(rank for rank in RANKS if rank >= settings.dim), modules, with_weights=sleeps)
+    rank = next(rank for rank in RANKS if rank >= settings.dim)
+    return ServedAdapters(rank, modules, with_weights=policy.generation.engines_sleep)
 
 
 def the_engine_can_apply_adapters(cfg: RolloutMasterConfig) -> str | None:

@@ -283,28 +283,25 @@ def rollouts_can_be_collected_during_training(cfg: GrpoMasterConfig) -> str | No
 
 
 def paused_responses_keep_their_cache_only_where_they_pause(cfg: GrpoMasterConfig) -> str | None:
-    """`paused_kv` other than `recompute` needs engines on the policy's devices, and no recomputed caches.
+    """`paused_kv` other than `recompute` needs engines that sleep on the policy's devices, and no recomputed caches.
 
-    `host` also needs a model whose layers are all attention, and `device` an engine that never sleeps.
+    `host` also needs a model whose layers are all attention.
     """
     ahead = cfg.grpo.async_grpo
     if ahead is None or not ahead.enabled or ahead.paused_kv == "recompute":
         return None
     told = f"grpo.async_grpo.paused_kv is {ahead.paused_kv}, but"
-    if not cfg.policy.generation.colocated.enabled:
+    generation = cfg.policy.generation
+    if not generation.engines_sleep:
+        key = "vllm_cfg.enable_sleep_mode" if generation.colocated.enabled else "colocated.enabled"
         return (
-            f"{told} policy.generation.colocated.enabled is false, so responses do not stop while the policy trains; "
-            "set paused_kv to recompute"
+            f"{told} policy.generation.{key} is false, so responses do not stop while the policy trains; set paused_kv "
+            "to recompute"
         )
     if ahead.recompute_kv_cache_after_weight_updates:
         return (
             f"{told} recompute_kv_cache_after_weight_updates is true, which asks for the opposite; set paused_kv to "
             "recompute, or the other to false"
-        )
-    if ahead.paused_kv == "device" and cfg.policy.generation.vllm_cfg.enable_sleep_mode:
-        return (
-            f"{told} policy.generation.vllm_cfg.enable_sleep_mode is true, so engines lose their caches while the "
-            "policy trains; set enable_sleep_mode to false if the GPU holds both, or paused_kv to host or recompute"
         )
     if ahead.paused_kv == "host" and (model := local_model_config(cfg)) is not None and state_mixer(model) is not None:
         return (

@@ -129,8 +129,8 @@ def suspended_communicators_make_room_for_an_engine(account: Account) -> str | N
     if not isinstance(cfg, RolloutMasterConfig) or not cfg.policy.suspend_nccl_comms:
         return None
     generation, variables = cfg.policy.generation, cfg.policy.backend.worker_env_vars
-    shares_device = generation.colocated.enabled and generation.vllm_cfg.enable_sleep_mode
-    problem = placement_problem(on_gpu=cfg.cluster.gpus_per_node > 0, shares_device=shares_device)
+    on_gpu = cfg.cluster.gpus_per_node > 0
+    problem = placement_problem(on_gpu=on_gpu, shares_device=generation.engines_sleep)
     if problem is not None or machine.is_planned or not machine.has_all_workers or "LD_PRELOAD" in variables:
         return problem  # each worker then checks its own library
     return nccl_problem(os.environ | variables)

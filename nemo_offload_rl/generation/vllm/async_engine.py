@@ -170,7 +170,7 @@ class AsyncVllmEngine(VllmEngineBase):
             ConfigError: The KV cache is not laid out so that parts of it can be put away.
         """
         self._close_gate()
-        if self._settings.keeps_paused and self.is_ready and not self._has_put_away:
+        if self._settings.kept_kv_bytes is not None and self.is_ready and not self._has_put_away:
             self._put_away()
         super().finish_generation(discard_weights)
 
@@ -240,10 +240,7 @@ class AsyncVllmEngine(VllmEngineBase):
             self._wait(self._server.close_gate())
 
     def _put_away(self) -> None:
-        """Stop all responses, hold new calls, and copy to the host the KV blocks with which the responses go on later.
-
-        Blocks that stay on the device are not copied.
-        """
+        """Stop all responses, hold new calls, and copy the KV blocks with which the responses go on to the host."""
         with self._pausing:
             self._has_put_away = True
 
@@ -251,18 +248,17 @@ class AsyncVllmEngine(VllmEngineBase):
             self._served.runs.clear()
             self._shows_waiting = asyncio.create_task(self._show_waiting())
             await self._engine.pause_generation(mode="keep", clear_cache=False)
-            return None if self._settings.keeps_kv_on_device else await self._engine.reset_prefix_cache()
+            return await self._engine.reset_prefix_cache()
 
         blocks = self._wait(stop())  # see `schedulers.py`
-        for problem in self._rpc("put_away_kv", (blocks,)) if blocks is not None else ():
+        for problem in self._rpc("put_away_kv", (blocks,)):
             if problem is not None:
                 raise ConfigError(problem)
 
     def _bring_back(self) -> None:
         """Copy the KV blocks that were put away back and let responses go on, if the engine is ready."""
         if self._has_put_away and self.is_ready:
-            if not self._settings.keeps_kv_on_device:
-                self._rpc("bring_back_kv", ())
+            self._rpc("bring_back_kv", ())
             self.resume_generation()
 
     async def _show_waiting(self) -> None:

@@ -273,6 +273,15 @@ class Keeping(PausableEngine):
             self.num_sleeps += 1
 
 
+def test_an_engine_that_never_sleeps_goes_on_while_the_policy_trains_and_stops_for_new_weights_only(tmp_path, model):
+    engine = Keeping()
+    keys = (*colocated_ahead(2), "policy.generation.vllm_cfg.enable_sleep_mode=false")
+    metrics = run(tmp_path, model, *keys, engine=engine)
+    assert list(metrics) == [*range(1, STEPS + 1)] and engine.num_sleeps == 0
+    assert all(0 <= record["train/avg_trajectory_age"] <= 2 for record in metrics.values())
+    assert metrics[1]["train/token_mult_prob_error"] == pytest.approx(1, abs=1e-5)
+
+
 def test_an_engine_that_keeps_its_responses_while_it_sleeps_is_asked_to_give_none_back(tmp_path, model):
     engine = Keeping()
     keys = (*colocated_ahead(2), "grpo.async_grpo.paused_kv=host", "grpo.val_period=2", "grpo.max_val_samples=2")

@@ -39,7 +39,7 @@ class Engine:
 
 
 def in_turn(
-    policy: Any, engine: Any, *, colocated: bool = True, restarts: list[UserError] | None = None
+    policy: Any, engine: Any, *, takes_turns: bool = True, restarts: list[UserError] | None = None
 ) -> RolloutEngine:
     """With `restarts` any number of restarts is left, and each is noted there."""
 
@@ -51,7 +51,7 @@ def in_turn(
     def bring() -> None:
         policy.prepare_for_lp_inference()
 
-    return RolloutEngine(policy, engine, colocated=colocated, restart=restart, timer=PhaseTimer(), bring=bring)
+    return RolloutEngine(policy, engine, takes_turns=takes_turns, restart=restart, timer=PhaseTimer(), bring=bring)
 
 
 def test_engine_and_policy_change_places_in_this_order_beside_the_caller() -> None:
@@ -69,7 +69,7 @@ def test_engine_and_policy_change_places_in_this_order_beside_the_caller() -> No
 
 def test_without_an_engine_that_shares_the_device_the_policy_comes_at_once() -> None:
     events: list[str] = []
-    both = in_turn(Policy(events), Engine(events), colocated=False)
+    both = in_turn(Policy(events), Engine(events), takes_turns=False)
     both.start_handover()
     both.wait_for_sleep()
     both.wait_for_policy()
@@ -104,7 +104,7 @@ def test_the_policy_comes_after_the_restart_of_an_engine_that_did_not_sleep() ->
 
 def test_what_keeps_the_policy_away_is_raised_when_the_policy_is_waited_for() -> None:
     events: list[str] = []
-    both = in_turn(Policy(events, ZeroDivisionError("policy")), Engine(events), colocated=False)
+    both = in_turn(Policy(events, ZeroDivisionError("policy")), Engine(events), takes_turns=False)
     both.start_handover()
     both.wait_for_sleep()
     with pytest.raises(ZeroDivisionError, match="policy"):

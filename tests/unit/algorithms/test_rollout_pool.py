@@ -233,6 +233,7 @@ def test_more_groups_begin_while_a_step_waits_as_far_as_the_responses_of_those_i
         last_step=9,
         most_at_once=2,
         filling=filling,
+        engines_stop=True,
     )
     pool.begin_due(0, 0)
     with slow.lock:
@@ -258,6 +259,21 @@ def test_more_groups_begin_while_a_step_waits_as_far_as_the_responses_of_those_i
             pool.begin_due(2, 0)
     slow.finish(lambda parts: (3, 1))
     assert [one.age for one in pool.take(3)] == [1, 0]
+    pool.close()
+    slow.close()
+
+
+def test_groups_begin_while_nobody_waits_where_engines_never_stop() -> None:
+    slow = Slow(set())
+    filling = Filling(lambda: 4 * len(slow.open) - 6, most_responses=8, responses_per_part=4, most_parts=4)
+    settings = {"order": "finished", "max_age": 2, "last_step": 9, "most_at_once": 2, "filling": filling}
+    pool = make_pool(slow, LookaheadLoader(make_loader(20)), **settings)
+    pool.begin_due(0, 0)
+    slow.finish(lambda parts: (1, 0))  # one of two parts ends, and of the other one only 2 responses are left
+    with slow.lock:
+        assert slow.lock.wait_for(lambda: len(slow.open) >= 3, 1500)
+    slow.finish(lambda parts: (1, 1))
+    assert [one.age for one in pool.take(1)] == [0, 0]
     pool.close()
     slow.close()
 

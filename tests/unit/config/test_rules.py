@@ -293,9 +293,10 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
                 WEIGHTED,
                 *FINISHED,
                 "policy.generation.colocated.enabled=true",
-                "grpo.async_grpo.paused_kv=device",
+                "policy.generation.vllm_cfg.enable_sleep_mode=false",
+                "grpo.async_grpo.paused_kv=host",
             ],
-            "so engines lose their caches while the policy trains; set enable_sleep_mode to false",
+            "vllm_cfg.enable_sleep_mode is false, so responses do not stop",
         ),
         (
             [
