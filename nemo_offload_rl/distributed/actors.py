@@ -86,11 +86,17 @@ class HostedWorker:
         return Outcome(None, self._warnings.drain())
 
     def call(self, method: str, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Outcome:
-        """Forward one call."""
+        """Forward one call.
+
+        Raises:
+            RuntimeError: `build` has not ended, or `close` was called.
+        """
         args, kwargs = arguments
         show_progress()
+        if (worker := self._worker) is None:
+            raise RuntimeError(f"{method} was called before the worker was built, or after it was closed")
         try:
-            value = getattr(self._worker, method)(*args, **kwargs)
+            value = getattr(worker, method)(*args, **kwargs)
         except BaseException as error:
             for message in self._warnings.drain():
                 error.add_note(f"Warned of before: {message}")

@@ -11,7 +11,7 @@ import concurrent.futures
 import itertools
 import signal
 import threading
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -195,7 +195,7 @@ class AsyncVllmEngine(VllmEngineBase):
         """Let the HTTP server answer calls of these rollouts, given by name."""
         self._wait(self._endpoint.open_rollouts(rollouts))
 
-    def take_rollouts(self, names: Iterable[str]) -> dict[str, list[ServedCall]]:
+    def take_rollouts(self, names: Collection[str]) -> dict[str, list[ServedCall]]:
         """Close rollouts and return their calls.
 
         Also waits for vLLM's workers to answer, which finds a hung engine; agents would only time out.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -193,8 +193,14 @@ class HttpServer:
         """Answer calls of these rollouts from now on."""
         self._rollouts |= {name: ServedRollout(sampling) for name, sampling in rollouts.items()}
 
-    async def take_rollouts(self, names: Iterable[str]) -> dict[str, list[ServedCall]]:
-        """Close these rollouts and return their calls."""
+    async def take_rollouts(self, names: Collection[str]) -> dict[str, list[ServedCall]]:
+        """Close these rollouts and return their calls.
+
+        Raises:
+            RuntimeError: They are not open here: an earlier engine had them, which has been restarted since.
+        """
+        if unknown := set(names) - self._rollouts.keys():
+            raise RuntimeError(f"{len(unknown)} rollouts are not open: they were closed, or their engine was restarted")
         return {name: self._rollouts.pop(name).calls for name in names}
 
     # -- HTTP ------------------------------------------------------------------------------------------------------

@@ -66,6 +66,8 @@ def test_calls_before_workers_are_built_warn_once_they_are_and_no_process_outliv
     spec = WorkerSpec(name="echo", factory=ECHO, kwargs={"greeting": "hi"}, num_workers=1)
     workers = RayWorkerGroup(cluster, spec, builds=False)
     assert workers.start_before_build("echo_workers:tell", more=2)() == [("hi", 2)]
+    with pytest.raises(RuntimeError, match="greet was called before the worker was built"):
+        workers.run_all(EchoWorker.greet)
     workers.build()
     workers.wait_until_ready()
     assert "echo worker 0: told before it was built" in caplog.messages

@@ -93,6 +93,8 @@ def test_overlapping_requests_of_an_engine_over_two_devices_use_the_refitted_wei
     for (call,) in engine.take_rollouts(urls):
         assert call.weight_version == 2
         assert engine.generate([call.prompt_token_ids], GREEDY) == [[call.completion]]
+    with pytest.raises(RuntimeError, match="2 rollouts are not open"):  # as after a restart
+        engine.take_rollouts(urls)
     with pytest.raises(DataError, match="is empty"):
         engine.generate([[]], GREEDY)
 
