@@ -125,6 +125,7 @@ class ResidencyManager:
         if is_new:
             has_worked = self.phase is not Phase.OPTIM_STEP or self._streams.has_updated
             report.peak_bytes = self.work.end(is_whole=has_worked)
+            report.cache_flushes = self._device.drain_cache_flushes()
             self._snapshots.release_staged()
             self._prefetcher.begin(phase)
             keeps_pace = rest_bytes or phase is Phase.REFIT or self.phase is Phase.OPTIM_STEP

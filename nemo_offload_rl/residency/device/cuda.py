@@ -69,6 +69,7 @@ class CudaDevice(Device):
         # Events in order, each with the report that is charged for idle seconds until the next event.
         self._marks: deque[tuple[torch.cuda.Event, TransitionReport | None]] = deque()
         self._new_region = new_region_on(self.device)
+        self._num_flushes = 0
         self._hands_over = False  # leaving groups have handed memory to arriving ones since the last transition
 
     def owns(self, storage: torch.UntypedStorage) -> bool:
@@ -154,6 +155,10 @@ class CudaDevice(Device):
         peak = torch.cuda.max_memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         return peak
+
+    def drain_cache_flushes(self) -> int:
+        before, self._num_flushes = self._num_flushes, torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0)
+        return self._num_flushes - before
 
     def copy_out(self, copies: Iterable[Copy]) -> Transfer:
         return self._copy(copies, self._out, to_host=True)

@@ -144,6 +144,10 @@ class Device(ABC):
         """Most bytes that this process had allocated at a time since the last call; 0 if unknown."""
         return 0
 
+    def drain_cache_flushes(self) -> int:
+        """Times since the last call that the allocator gave all of its cache back because a request found no memory."""
+        return 0
+
     @abstractmethod
     def leftovers(
         self, records: Mapping[str, Mapping[int, StorageRecord]], expected: Collection[str]

@@ -111,6 +111,7 @@ class TransitionReport:
         give_back_s: Exposed seconds in which memory was released to the driver or communicators got theirs back.
         transfer_s: Seconds that its copies took on the link, waited for or not.
         peak_bytes: Most device memory that this process held in the phase before; 0 if unknown.
+        cache_flushes: Times in the phase before that the allocator gave all of its cache back to find memory.
         without_room: Groups that did not fit with the work of the phase, so that they are waited for later.
         leftovers: Device memory of this process that the plan does not account for, largest first.
     """
@@ -122,6 +123,7 @@ class TransitionReport:
     give_back_s: float = 0.0
     transfer_s: float = 0.0
     peak_bytes: int = 0
+    cache_flushes: int = 0
     without_room: list[str] = field(default_factory=list[str])
     leftovers: list[Leftover] = field(default_factory=list[Leftover])
 
@@ -214,6 +216,7 @@ def totals(reports: list[TransitionReport]) -> dict[str, float]:
         "give_back_s": sum(r.give_back_s for r in reports),
         "hidden_s": sum(r.hidden_s for r in reports),
         "late_groups": float(sum(len(r.without_room) for r in reports)),
+        "cache_flushes": float(sum(r.cache_flushes for r in reports)),
     }
 
 

@@ -138,11 +138,12 @@ def test_bytes_are_summed_over_ranks_and_seconds_are_the_slowest_ranks():
     reports = [[report(100, 0.1), report(10, 0.2)], [report(1, 0.25)]]
     reports[0][1].without_room.append("optimizer")
     reports[1][0].without_room.append("optimizer")
+    reports[0][1].cache_flushes, reports[1][0].cache_flushes = 2, 1
     metrics = residency_metrics(reports)
     assert metrics["bytes_out"] == 111
     assert metrics["exposed_s"] == metrics["training/exposed_s"] == pytest.approx(0.3)
     assert metrics["bytes_in"] == 0
-    assert metrics["late_groups"] == 2
+    assert (metrics["late_groups"], metrics["cache_flushes"]) == (2, 3)
 
 
 def test_what_stayed_on_a_device_is_told_with_the_worker_and_the_phase(caplog):

@@ -144,6 +144,7 @@ def make_cuda_device(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime) -> C
         "memory_allocated": lambda device=None: 1 << 30,
         "max_memory_allocated": lambda device=None: 2 << 30,
         "reset_peak_memory_stats": lambda device=None: None,
+        "memory_stats": lambda device=None: {"num_alloc_retries": 2},
         "get_device_properties": lambda index: SimpleNamespace(pci_domain_id=0, pci_bus_id=255, pci_device_id=255),
     }
     for name, value in replacements.items():

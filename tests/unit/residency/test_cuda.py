@@ -504,3 +504,7 @@ def test_what_passes_have_freed_is_no_room_for_groups_and_what_groups_have_freed
     assert room_bytes - device.room_bytes(0) == size
     torch.cuda.empty_cache()
     assert device.room_bytes(0) == room_bytes
+    device.drain_cache_flushes()
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(device.total_bytes(), dtype=torch.uint8, device="cuda")
+    assert (device.drain_cache_flushes(), device.drain_cache_flushes()) == (1, 0)

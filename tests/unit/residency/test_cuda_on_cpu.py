@@ -353,6 +353,7 @@ def test_memory_figures_come_from_the_driver_and_count_what_the_allocator_could_
     assert device.total_bytes() == 8 * gib
     assert device.free_bytes() == 8 * gib  # six free, two cached by this process
     assert device.drain_peak_bytes() == 2 * gib
+    assert (device.drain_cache_flushes(), device.drain_cache_flushes()) == (2, 0)
     assert device.allocated_bytes() == gib
     # Of the two that are cached one and a half are for passes, and of no use for groups.
     assert device.cached_for_work_bytes() == 1.5 * gib
