@@ -157,6 +157,7 @@ class RolloutPool[Item, Drawn]:
         last = min(version + 1 + self._max_age, self._last_step)
         with self._changed:
             self._awaited = version + 1
+            self._next_look_s = time.monotonic() + _LOOK_S
             while self._next_batch <= last and self._loader.num_batches_to_draw:
                 prompts = self._loader.draw()
                 shares = [prompts] if self._in_order else [{place: prompt} for place, prompt in prompts.items()]

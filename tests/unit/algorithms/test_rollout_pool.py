@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_offload_rl.algorithms import rollout_pool
 from nemo_offload_rl.algorithms.rollout_pool import Filling, LostRollouts, RolloutPool
 from nemo_offload_rl.data.loader import LookaheadLoader, ShuffledLoader
 from nemo_offload_rl.errors import DataError, WorkerDiedError
@@ -263,7 +264,8 @@ def test_more_groups_begin_while_a_step_waits_as_far_as_the_responses_of_those_i
     slow.close()
 
 
-def test_groups_begin_while_nobody_waits_where_engines_never_stop() -> None:
+def test_groups_begin_while_nobody_waits_where_engines_never_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_pool, "_LOOK_S", 0.0)
     slow = Slow(set())
     filling = Filling(lambda: 4 * len(slow.open) - 6, most_responses=8, responses_per_part=4, most_parts=4)
     settings = {"order": "finished", "max_age": 2, "last_step": 9, "most_at_once": 2, "filling": filling}
