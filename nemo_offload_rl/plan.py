@@ -90,7 +90,9 @@ class Plan:
     @property
     def step_s(self) -> float | None:
         """Seconds of a step after the first; None if they are unknown."""
-        return None if self.seconds is None else sum(stage.total_s for stage in self.seconds.values())
+        from nemo_offload_rl.memory.seconds import total_seconds
+
+        return None if self.seconds is None else total_seconds(self.account, self.seconds)
 
     @property
     def counts_passes(self) -> bool:
@@ -331,7 +333,7 @@ def search_of(plan: Plan, rules: RuleSet[Any]) -> Search:
     from nemo_offload_rl.config.rules import broken
     from nemo_offload_rl.memory.account import TOLERANCE
     from nemo_offload_rl.memory.search import Judges, Search, dimensions
-    from nemo_offload_rl.memory.seconds import step_seconds, work_of
+    from nemo_offload_rl.memory.seconds import step_seconds, total_seconds, work_of
 
     # Passes may need so much more than is estimated.
     margin_bytes = int(TOLERANCE * plan.target.gpu.memory_bytes) if plan.counts_passes else 0
@@ -344,7 +346,7 @@ def search_of(plan: Plan, rules: RuleSet[Any]) -> Search:
 
     def step_s(account: Account) -> float:
         seconds = None if rates is None else step_seconds(account, rates, work_of(account, plan.target.length))
-        return 0.0 if seconds is None else sum(stage.total_s for stage in seconds.values())
+        return 0.0 if seconds is None else total_seconds(account, seconds)
 
     rates = plan.target.gpu.rates
     judges = Judges(lambda account: not broken(rules.rules, account.cfg), short_bytes, step_s)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nemo_offload_rl.keys.dtensor import DTensorConfig
-from nemo_offload_rl.keys.grpo import RolloutSectionConfig
+from nemo_offload_rl.keys.grpo import GrpoSectionConfig, RolloutSectionConfig
 from nemo_offload_rl.keys.master import DistillationMasterConfig, DpoMasterConfig, RolloutMasterConfig
 from nemo_offload_rl.keys.megatron import MegatronConfig
 from nemo_offload_rl.memory.account import Account
@@ -141,6 +141,20 @@ def step_seconds(account: Account, rates: GpuRates, work: Work) -> Mapping[Stage
     if account.sizes is None or not account.shape.hidden_size:
         return None
     return _Step(account, account.sizes, rates, work).seconds()
+
+
+def total_seconds(account: Account, stages: Mapping[Stage, StageSeconds]) -> float:
+    """Return the seconds of a step: the sum of its stages, unless generation goes on during all but the refit.
+
+    It does in async GRPO with engines on their own devices. Those that share the policy's share its time too.
+    """
+    sum_s = sum(seconds.total_s for seconds in stages.values())
+    cfg, (_, section) = account.cfg, account.cfg.algorithm
+    is_ahead = isinstance(section, GrpoSectionConfig) and section.async_grpo is not None and section.async_grpo.enabled
+    if not isinstance(cfg, RolloutMasterConfig) or not is_ahead or cfg.policy.generation.colocated.enabled:
+        return sum_s
+    generation_s = stages[Stage.GENERATION].total_s
+    return max(sum_s - generation_s, generation_s + stages[Stage.REFIT].total_s)
 
 
 def copying_kv_is_faster(account: Account, rates: GpuRates) -> bool:

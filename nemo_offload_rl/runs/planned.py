@@ -13,7 +13,7 @@ from nemo_offload_rl.keys.master import GrpoConfig, RolloutConfig, RunConfig
 from nemo_offload_rl.memory.account import Account
 from nemo_offload_rl.memory.gpus import Gpu, gpu_here
 from nemo_offload_rl.memory.machine import Machine
-from nemo_offload_rl.memory.seconds import copying_kv_is_faster, step_seconds, work_of
+from nemo_offload_rl.memory.seconds import copying_kv_is_faster, step_seconds, total_seconds, work_of
 from nemo_offload_rl.models.families import state_mixer
 
 _GIB = 2**30
@@ -38,7 +38,7 @@ def planned_metrics(config: RunConfig, gpu: Gpu | None = None) -> Mapping[str, f
     if stages is None:
         return planned
     planned |= {f"{stage.value}_s": seconds.total_s for stage, seconds in stages.items()}
-    return planned | {"step_s": sum(seconds.total_s for seconds in stages.values())}
+    return planned | {"step_s": total_seconds(account, stages)}
 
 
 def with_chosen_kv(config: RolloutConfig, gpu: Gpu | None = None) -> RolloutConfig:

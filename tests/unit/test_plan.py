@@ -313,6 +313,24 @@ def test_a_cache_is_kept_on_the_host_where_copies_take_less_time_than_computing_
     assert plan.account.need.parts()["the engine's kept KV blocks"] == 4 * GIB
 
 
+def test_a_step_takes_as_long_as_the_slower_one_of_engine_and_trainer_where_both_go_on(tmp_path):
+    keys = [write_config(tmp_path, "Qwen3-8B"), "policy.generation.vllm_cfg.async_engine=true"]
+    keys += ["loss_fn.use_importance_sampling_correction=true", "cluster.gpus_per_node=2"]
+    own = ["enabled=false", "resources.gpus_per_node=1", "resources.num_nodes=1"]
+    keys += [f"policy.generation.colocated.{key}" for key in own]
+    for num_rows, is_longer in ((512, Stage.TRAINING), (8, Stage.GENERATION)):
+        of_engine, ahead = f"++policy.generation.vllm_kwargs.max_num_seqs={num_rows}", "grpo.async_grpo.enabled=true"
+        plans = [
+            plan_run(ROOT / "examples/configs/grpo_math_1B.yaml", [*keys, *more], Target(KNOWN["H200"]))[0]
+            for more in ([of_engine], [of_engine, ahead])
+        ]
+        stages = {stage: seconds.total_s for stage, seconds in plans[0].seconds.items()}
+        others_s = sum(stages.values()) - stages[Stage.GENERATION]
+        assert plans[0].step_s == pytest.approx(sum(stages.values()))
+        expected_s = {Stage.TRAINING: others_s, Stage.GENERATION: stages[Stage.GENERATION] + stages[Stage.REFIT]}
+        assert plans[1].step_s == pytest.approx(expected_s[is_longer]) == max(expected_s.values())
+
+
 def test_an_engine_that_applies_adapters_gets_weights_too_if_it_sleeps_and_the_host_holds_them_once(tmp_path):
     overrides = [write_config(tmp_path, "Qwen3-8B"), "policy.dtensor_cfg.lora_cfg.enabled=true"]
     overrides += ["policy.dtensor_cfg.lora_cfg.dim=16"]
