@@ -238,7 +238,7 @@ class GenerationConfig:
 
     @property
     def engines_sleep(self) -> bool:
-        """Whether engines and policy use the same devices in turn."""
+        """Whether the engines sleep while the policy trains on their devices."""
         return self.colocated.enabled and self.vllm_cfg.enable_sleep_mode
 
     @property

@@ -146,11 +146,13 @@ def step_seconds(account: Account, rates: GpuRates, work: Work) -> Mapping[Stage
 def total_seconds(account: Account, stages: Mapping[Stage, StageSeconds]) -> float:
     """Return the seconds of a step: the sum of its stages, unless generation goes on during all but the refit.
 
-    It does in async GRPO with engines on their own devices. Those that share the policy's share its time too.
+    It does in async GRPO with engines on their own devices, unless rollouts may not be older than the weights. Engines
+    on the policy's devices share its time too.
     """
     sum_s = sum(seconds.total_s for seconds in stages.values())
     cfg, (_, section) = account.cfg, account.cfg.algorithm
-    is_ahead = isinstance(section, GrpoSectionConfig) and section.async_grpo is not None and section.async_grpo.enabled
+    ahead = section.async_grpo if isinstance(section, GrpoSectionConfig) else None
+    is_ahead = ahead is not None and ahead.enabled and ahead.max_trajectory_age_steps > 0
     if not isinstance(cfg, RolloutMasterConfig) or not is_ahead or cfg.policy.generation.colocated.enabled:
         return sum_s
     generation_s = stages[Stage.GENERATION].total_s

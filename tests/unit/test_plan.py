@@ -320,13 +320,14 @@ def test_a_step_takes_as_long_as_the_slower_one_of_engine_and_trainer_where_both
     keys += [f"policy.generation.colocated.{key}" for key in own]
     for num_rows, is_longer in ((512, Stage.TRAINING), (8, Stage.GENERATION)):
         of_engine, ahead = f"++policy.generation.vllm_kwargs.max_num_seqs={num_rows}", "grpo.async_grpo.enabled=true"
+        in_turn = "grpo.async_grpo.max_trajectory_age_steps=0"
         plans = [
             plan_run(ROOT / "examples/configs/grpo_math_1B.yaml", [*keys, *more], Target(KNOWN["H200"]))[0]
-            for more in ([of_engine], [of_engine, ahead])
+            for more in ([of_engine], [of_engine, ahead], [of_engine, ahead, in_turn])
         ]
         stages = {stage: seconds.total_s for stage, seconds in plans[0].seconds.items()}
         others_s = sum(stages.values()) - stages[Stage.GENERATION]
-        assert plans[0].step_s == pytest.approx(sum(stages.values()))
+        assert plans[0].step_s == plans[2].step_s == pytest.approx(sum(stages.values()))
         expected_s = {Stage.TRAINING: others_s, Stage.GENERATION: stages[Stage.GENERATION] + stages[Stage.REFIT]}
         assert plans[1].step_s == pytest.approx(expected_s[is_longer]) == max(expected_s.values())
 
