@@ -140,6 +140,9 @@ class GradingPool:
                     busy.add(index)
                     self._workers[index] = self._hand_out(self._workers[index], waiting.pop(), jobs)
                 self._release(self._collect(outcomes, busy, may_get_more=bool(waiting)))
+        except (OSError, LookupError, WorkerDiedError):
+            self._check_open()  # `close` takes workers from the threads that use them
+            raise
         finally:
             if busy and not self._is_closed:  # after an error: their answers are not wanted any more
                 for index in busy:
@@ -179,11 +182,21 @@ class GradingPool:
         self._workers = []
 
     def _hand_out(self, worker: _Worker, job: int, jobs: Sequence[tuple[Any, ...]]) -> _Worker:
-        if worker.process.poll() is not None:  # died while idle: nothing is lost
-            _end(worker)
-            worker = self._start_worker()
-        self._wait_until_ready(worker)
-        worker.pipe.send(jobs[job])
+        """Give a worker a job; one that has ended while it was idle is replaced first, and nothing is lost."""
+        # Not `send`: where it fails, its error keeps a view of an `io.BytesIO`, and Python 3.12 crashes when it
+        # collects both as garbage (in `bytesiobuf_releasebuffer`).
+        message = pickle.dumps(jobs[job])
+        while True:
+            if worker.process.poll() is not None:
+                _end(worker)
+                worker = self._start_worker()
+            self._wait_until_ready(worker)
+            try:
+                worker.pipe.send_bytes(message)
+                break
+            except BrokenPipeError:
+                self._check_open()
+                _end(worker, by_itself=True)
         worker.job = job
         worker.deadline = time.monotonic() + self._timeout_s
         return worker

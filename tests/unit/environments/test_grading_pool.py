@@ -1,6 +1,7 @@
 import multiprocessing
 import operator
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -68,6 +69,18 @@ def test_a_worker_that_dies_is_replaced_and_closing_leaves_no_process():
     pool.close()
     pool.close()
     assert set(multiprocessing.active_children()) == others
+
+
+def test_a_worker_that_ended_while_it_was_idle_is_replaced_and_loses_no_job():
+    pool = GradingPool(eval, num_workers=1, timeout_s=300.0)
+    try:
+        for _ in range(3):
+            (pid,) = pool.map([("__import__('os').getpid()",)])
+            os.kill(pid, signal.SIGKILL)
+            wait_for(lambda gone=Path(f"/proc/{pid}"): not gone.exists())  # its keeper may be there still
+            assert pool.map([("1 + 1",)]) == [2]
+    finally:
+        pool.close()
 
 
 def test_a_worker_that_cannot_start_is_an_error_and_not_an_endless_restart():
