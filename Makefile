@@ -22,7 +22,8 @@ PYTHON := .venv/bin/python
 SEED ?= 42
 TEST_PROCESSES ?= 2
 GPU_TESTS ?=
-PYTEST := $(PYTHON) -m pytest --numprocesses $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder
+# A process of tests that crashes ends the tests at once: with --dist loadscope xdist would wait for ever for its tests.
+PYTEST := $(PYTHON) -m pytest --numprocesses $(TEST_PROCESSES) --max-worker-restart 0 --dist loadscope --no-loadscope-reorder
 # The newest Python 3.12 of pyenv, else one on the PATH that really runs (a pyenv shim of an inactive version does not),
 # else none: uv then looks for one itself.
 PYTHON312 := $(shell for candidate in $$(ls -d "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.12.*/bin/python 2>/dev/null \
