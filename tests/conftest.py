@@ -11,6 +11,8 @@ from pathlib import Path
 
 # Before torch is imported: processes of tests side by side, each with a thread for every core, wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Before huggingface_hub is: each look-up of a model's name in a hub that cannot be reached is tried for 23 s.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 from hypothesis import HealthCheck, settings
