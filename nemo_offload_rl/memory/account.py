@@ -627,10 +627,12 @@ class Account:
 @lru_cache(maxsize=8)
 def _default_config(model_name: str, _contents: str) -> Mapping[str, object]:
     """Read all entries that `transformers` sees in a config.json of these contents; empty if it cannot."""
+    if (folder := local_folder(model_name)) is None:
+        return {}  # asks no hub
     from nemo_offload_rl.backends.hf.export import load_config
 
     try:
-        return load_config(str(local_folder(model_name) or model_name), {}).to_dict()
+        return load_config(str(folder), {}).to_dict()
     except UserError:  # the check of the folder reports it
         return {}
 
