@@ -7,6 +7,7 @@ import socket
 from contextlib import suppress
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -42,6 +43,12 @@ class AbortableGloo(dist.ProcessGroupGloo):
 
 
 _ALL: list[AbortableGloo] = []
+
+
+def release_ended() -> None:
+    """Forget those whose groups are destroyed, with their threads and connections."""
+    groups = list(distributed_c10d._world.pg_map)
+    _ALL[:] = [group._get_backend(torch.device("cpu")) for group in groups]
 
 
 def _sockets() -> dict[str, int]:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
-from abortable_gloo import use_abortable_gloo
+from abortable_gloo import release_ended, use_abortable_gloo
 from forked import context
 from megatron_cpu_shim import megatron_on_cpu
 from model_families import drawn_model, family_config
@@ -329,6 +330,7 @@ def worker_of(
 ) -> Iterator[PolicyWorker]:
     """A worker that ends with the body; a Megatron one on CPU through the shim."""
     with megatron_on_cpu() if settings.megatron_cfg is not None and process.device == "cpu" else nullcontext():
+        groups = set(dist.distributed_c10d._world.pg_map)
         worker = PolicyWorker(settings, process, keep_reference, teacher)
         try:
             yield worker
@@ -336,6 +338,20 @@ def worker_of(
             worker.shutdown()
             del worker
             gc.collect()  # process groups of a model that is garbage keep threads that wake up 100 times a second
+    if settings.megatron_cfg is not None and process.world_size > 1 and process.device == "cpu":
+        _destroy_groups(but=groups)
+
+
+def _destroy_groups(but: set[dist.ProcessGroup]) -> None:
+    """End groups that a worker of Megatron has left: each has threads, and every failed pass would connect it again.
+
+    Those of DTensor stay: torch keeps meshes, and finds them again for equal ones.
+    """
+    dist.barrier()
+    for group in [group for group in dist.distributed_c10d._world.pg_map if group not in but]:
+        dist.destroy_process_group(group)
+    release_ended()
+    gc.collect()
 
 
 def one_rank_worker(
