@@ -11,13 +11,11 @@ import csv
 import gzip
 import io
 import json
-import logging
 import re
 import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -25,6 +23,7 @@ from typing import Any
 
 from nemo_offload_rl.data.bad_rows import BadRows
 from nemo_offload_rl.errors import DataError, first_line
+from nemo_offload_rl.utils.hub import looking_up
 
 _BYTE_ORDER_MARK = "\ufeff".encode()
 
@@ -311,37 +310,25 @@ def is_hub_name(path: str) -> bool:
     return _NAME.fullmatch(path) is not None and not path.endswith(tuple(_READERS))
 
 
-@contextmanager
-def quiet_hub() -> Iterator[None]:
-    """Hide the hub library's warnings, two lines for each try, around a call whose failure is told in one line."""
-    noisy = logging.getLogger("huggingface_hub.utils._http")
-    level = noisy.level
-    noisy.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        noisy.setLevel(level)
-
-
 def _read_hub(
     path: str, subset: str | None, split: str | None, columns: Sequence[str] | None
 ) -> Iterator[Mapping[str, Any]]:
     """Rows of a data set of the hub or of a copy; see `read_records`."""
-    import datasets  # heavy: only when it is needed
-    from datasets.exceptions import DatasetsError
-
     said = f"{path}{f' ({subset})' if subset else ''}"
-    try:
-        # The split is asked for by name, since it is then the only one that is prepared.
-        with quiet_hub():
+    with looking_up(path):
+        import datasets  # heavy, and reads HF_HUB_OFFLINE once
+        from datasets.exceptions import DatasetsError
+
+        try:
+            # The split is asked for by name, since it is then the only one that is prepared.
             loaded = datasets.load_dataset(path, subset, split=split)
-    except (OSError, ValueError, DatasetsError) as error:  # the hub's own errors are OSErrors
-        reason = " ".join(str(error).splitlines()[:2]) or "no reason given"
-        raise DataError(
-            f"data set {said} is not a file or folder here and cannot be loaded from the hub ({type(error).__name__}: "
-            f"{reason}); correct `path`, `subset` or `split`, connect to the Hugging Face hub once, or set `path` to a "
-            "file or folder with the same columns"
-        ) from error
+        except (OSError, ValueError, DatasetsError) as error:  # the hub's own errors are OSErrors
+            reason = " ".join(str(error).splitlines()[:2]) or "no reason given"
+            raise DataError(
+                f"data set {said} is not a file or folder here and cannot be loaded from the hub "
+                f"({type(error).__name__}: {reason}); correct `path`, `subset` or `split`, connect to the Hugging Face "
+                "hub once, or set `path` to a file or folder with the same columns"
+            ) from error
     if isinstance(loaded, datasets.DatasetDict):
         if len(loaded) > 1:
             known = ", ".join(map(str, loaded))

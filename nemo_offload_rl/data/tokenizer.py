@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nemo_offload_rl.data.readers import quiet_hub
 from nemo_offload_rl.data.records import Example
 from nemo_offload_rl.errors import DataError, first_line
 from nemo_offload_rl.keys.data import TokenizerConfig
+from nemo_offload_rl.utils.hub import looking_up
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,7 +36,7 @@ def load_tokenizer(settings: TokenizerConfig) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer  # heavy
 
     try:
-        with quiet_hub():
+        with looking_up(settings.name):
             tokenizer = AutoTokenizer.from_pretrained(settings.name)
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         raise DataError(

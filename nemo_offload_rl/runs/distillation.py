@@ -8,7 +8,6 @@ from nemo_offload_rl.algorithms.distillation import DistillationTrainer
 from nemo_offload_rl.backends.factory import check_model
 from nemo_offload_rl.backends.hf.model_folder import read_model_config
 from nemo_offload_rl.data.given import Rows
-from nemo_offload_rl.data.readers import quiet_hub
 from nemo_offload_rl.data.tokenizer import load_tokenizer
 from nemo_offload_rl.errors import ConfigError, first_line
 from nemo_offload_rl.keys.master import DistillationConfig
@@ -16,6 +15,7 @@ from nemo_offload_rl.runs.checks import begin
 from nemo_offload_rl.runs.result import RunResult, result_of
 from nemo_offload_rl.runs.rollouts import GivenObjects, open_run
 from nemo_offload_rl.runs.workers import num_engine_devices
+from nemo_offload_rl.utils.hub import looking_up
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def check_vocabularies(config: DistillationConfig) -> None:
 
     mine = load_tokenizer(config.policy.tokenizer).get_vocab()
     try:
-        with quiet_hub():
+        with looking_up(names[1]):
             its = AutoTokenizer.from_pretrained(names[1]).get_vocab()
     except (OSError, ValueError) as error:
         cause = first_line(error)

@@ -6,15 +6,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import hf_hub_download, try_to_load_from_cache
+from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
-from nemo_offload_rl.data.readers import quiet_hub
 from nemo_offload_rl.errors import UserError, first_line
 from nemo_offload_rl.keys.master import RunConfig
 from nemo_offload_rl.models.shape import ModelShape
 from nemo_offload_rl.models.towers import language_config
+from nemo_offload_rl.utils.hub import looking_up
 
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZER_FILES = (
@@ -56,7 +56,7 @@ def find_file(model_name: str, file_name: str) -> Path | None:
         path = Path(model_name) / file_name
         return path if path.is_file() else None
     try:
-        with quiet_hub():
+        with looking_up(model_name):
             return Path(hf_hub_download(model_name, file_name))
     except EntryNotFoundError:  # also if neither cache nor network has it
         return None
@@ -75,7 +75,8 @@ def find_weight_files(model_name: str) -> list[Path]:
     """
     path = next((found for name in _WEIGHTS if (found := find_file(model_name, name)) is not None), None)
     if path is None:
-        raise UserError(f"policy.model_name={model_name} has no weights ({', '.join(_WEIGHTS)}); add them")
+        fix = "connect to the model hub, whose cache lacks them" if is_hub_name(model_name) else "add them"
+        raise UserError(f"policy.model_name={model_name} has no weights ({', '.join(_WEIGHTS)}); {fix}")
     if path.suffix != ".json":
         return [path]
     try:
@@ -137,13 +138,16 @@ def plain_number(entry: dict[str, Any]) -> Any:
 def check_model_folder(model_name: str) -> None:
     """Refuse a local folder that lacks its config, weights or tokenizer, or has a damaged weight file.
 
-    For a hub's model only the config is checked: workers download the rest, which may be large.
+    For a hub's model only the config is checked, since workers download the rest; without the hub its weights too.
 
     Raises:
         UserError: The folder does not exist, or a part of the model is missing.
     """
     if is_hub_name(model_name):
         read_model_config(model_name)
+        if constants.HF_HUB_OFFLINE:
+            for path in find_weight_files(model_name):
+                _check_whole(path)
         return
     folder = Path(model_name)
     if not folder.is_dir():

@@ -15,6 +15,7 @@ from nemo_offload_rl.generation.vllm.fp8_loading import METHOD, quantization
 from nemo_offload_rl.keys.engine import VllmSettings
 from nemo_offload_rl.models.rope import for_engine, query_scaling_for_engine
 from nemo_offload_rl.models.towers import PART_OF, language_config
+from nemo_offload_rl.utils.hub import looking_up
 from nemo_offload_rl.utils.sockets import short_folder
 
 _LOG = logging.getLogger(__name__)
@@ -174,11 +175,12 @@ def _model_config(settings: VllmSettings) -> dict[str, Any]:
     """
     in_refits = settings.adapters is None or settings.adapters.with_weights
     weights_come = in_refits and settings.vllm_kwargs.get("load_format", "dummy") == "dummy"
+    language = _language_of(settings.model_name)
     reads = partial(
         as_the_policy_reads_it,
         overrides=dict(settings.hf_config_overrides),
         weights_come=weights_come,
-        language=_language_of(settings.model_name) if weights_come else None,
+        language=language if weights_come else None,
     )
     if not settings.is_quantized:
         return {"hf_overrides": reads}
@@ -195,7 +197,8 @@ def _language_of(model_name: str) -> dict[str, Any] | None:
     from transformers import PreTrainedConfig
 
     try:
-        language = language_config(PreTrainedConfig.get_config_dict(model_name)[0])
+        with looking_up(model_name):
+            language = language_config(PreTrainedConfig.get_config_dict(model_name)[0])
     except OSError:  # vLLM reports it
         return None
     return language if PART_OF in language else None

@@ -22,6 +22,9 @@ def test_a_complete_folder_and_a_model_that_the_hub_has_pass(model_folder, tmp_p
     check_model_folder(str(model_folder))
     fill_hub_cache(monkeypatch, tmp_path, "Qwen/Qwen2.5-1.5B", model_folder)
     check_model_folder("Qwen/Qwen2.5-1.5B")
+    next(tmp_path.glob("*/snapshots/*/model.safetensors")).unlink()
+    with pytest.raises(UserError, match=r"Qwen2\.5-1\.5B has no weights .*; connect to the model hub"):
+        check_model_folder("Qwen/Qwen2.5-1.5B")
     with pytest.raises(UserError, match=r"policy\.model_name=Qwen/Qwen2\.5 is not a folder, and neither the model hub"):
         check_model_folder("Qwen/Qwen2.5")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
