@@ -159,13 +159,13 @@ class EchoWorker:
 
 
 def run_until_stopped(ready_file: str) -> None:
-    """A driver with two busy workers; writes the ids of all processes it caused, then waits to be stopped."""
+    """A driver with a busy worker; writes the ids of all processes it caused, then waits to be stopped."""
     import psutil
 
     from nemo_offload_rl.distributed.virtual_cluster import cluster_session
     from nemo_offload_rl.distributed.worker_group import RayWorkerGroup, WorkerSpec
 
-    with cluster_session(cpu_cluster(2)) as cluster:
+    with cluster_session(cpu_cluster()) as cluster:
         group = RayWorkerGroup(
             cluster, WorkerSpec(name="echo", factory="echo_workers:EchoWorker", kwargs={"greeting": "hi"})
         )
@@ -184,7 +184,9 @@ def write_pids(path: str, pids: list[int]) -> None:
 
 
 def stop_this_start(pids_file: str, name: str, *, is_pending: bool) -> None:
-    """Send a signal to this process once Ray's raylet has started its agents, whose ids are written first.
+    """Send a signal to this process while Ray starts, after the ids of its processes are written.
+
+    SIGHUP comes as soon as the first process of Ray runs, SIGTERM once the raylet has started its agents.
 
     Args:
         pids_file: Gets the ids of all processes that this one has caused.
@@ -195,7 +197,11 @@ def stop_this_start(pids_file: str, name: str, *, is_pending: bool) -> None:
 
     if is_pending:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.Signals[name]])
-    while not any(child.name() == "raylet" and child.children() for child in psutil.Process().children()):
+    is_early = name == "SIGHUP"
+    while not any(
+        child.name() == "gcs_server" if is_early else child.name() == "raylet" and child.children()
+        for child in psutil.Process().children()
+    ):
         time.sleep(0.01)
     write_pids(pids_file, [child.pid for child in psutil.Process().children(recursive=True)])
     os.kill(os.getpid(), signal.Signals[name])

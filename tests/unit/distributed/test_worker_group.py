@@ -63,7 +63,8 @@ def test_garbage_collections_do_not_go_through_what_was_there_once_workers_were_
 def test_calls_before_workers_are_built_warn_once_they_are_and_no_process_outlives_them(
     cluster: VirtualCluster, caplog: pytest.LogCaptureFixture
 ) -> None:
-    spec = WorkerSpec(name="echo", factory=ECHO, kwargs={"greeting": "hi"}, num_workers=1)
+    variables = {"RANK": "9", "EXTRA": "x"}
+    spec = WorkerSpec(name="echo", factory=ECHO, kwargs={"greeting": "hi"}, env_vars=variables, num_workers=1)
     workers = RayWorkerGroup(cluster, spec, builds=False)
     assert workers.start_before_build("echo_workers:tell", more=2)() == [("hi", 2)]
     with pytest.raises(RuntimeError, match="greet was called before the worker was built"):
@@ -71,9 +72,11 @@ def test_calls_before_workers_are_built_warn_once_they_are_and_no_process_outliv
     workers.build()
     workers.wait_until_ready()
     assert "echo worker 0: told before it was built" in caplog.messages
+    assert workers.run_all(EchoWorker.environment, list(variables)) == [variables]
     orphan = psutil.Process(workers.run_on(0, EchoWorker.start_orphan))
     workers.shutdown()
     assert not orphan.is_running()
+    workers.shutdown()  # safe to call twice
     assert not [message for message in caplog.messages if "did not end when asked to" in message]
 
 
@@ -103,16 +106,6 @@ def test_an_error_of_one_rank_keeps_its_type_and_message_while_the_other_rank_ha
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-def test_an_error_with_its_own_arguments_keeps_its_type(cluster: VirtualCluster) -> None:
-    spec = WorkerSpec(name="echo", factory=ECHO, kwargs={"greeting": "hi"}, num_workers=1)
-    workers = RayWorkerGroup(cluster, spec)
-    with pytest.raises(TwoArgumentError) as raised:
-        workers.run_all(EchoWorker.raise_on, 0, "bug")
-    assert raised.value.code == 3
-    assert workers.settle(0)
-    workers.shutdown()
-
-
 def test_an_error_in_a_constructor_is_raised_by_the_first_call(cluster: VirtualCluster) -> None:
     extra = [{}, {"fail": True}]
     spec = WorkerSpec(name="echo", factory=ECHO, kwargs={"greeting": "hi"}, per_rank_kwargs=extra)
@@ -134,19 +127,27 @@ def test_a_dead_worker_is_the_cause_even_when_its_peer_fails_first(cluster: Virt
     workers.shutdown()
 
 
-@pytest.mark.parametrize(("kind", "error"), [("user", DataError), ("memory", UserError), ("died", WorkerDiedError)])
-def test_a_group_knows_the_errors_that_its_calls_raised(
-    cluster: VirtualCluster, group: RayWorkerGroup, kind: str, error: type[Exception]
+def test_a_group_knows_the_errors_that_its_calls_raised_whose_type_is_kept(
+    cluster: VirtualCluster, group: RayWorkerGroup
 ) -> None:
     workers = RayWorkerGroup(cluster, WorkerSpec(name="echo", factory=ECHO, kwargs={"greeting": "hi"}, num_workers=1))
-    with pytest.raises(error) as raised:
-        workers.run_all(EchoWorker.raise_on, 0, kind)
-    assert workers.has_raised(raised.value)
-    assert not workers.has_raised(error("raised elsewhere"))
-    if kind == "memory":
-        told = "echo worker 0 ran out of the device's memory during raise_on (CUDA out of memory. Tried to al"
-        assert str(raised.value).startswith(told)
-    assert not group.has_raised(raised.value)
+
+    def raised_for(kind: str, error: type[Exception]) -> Exception:
+        with pytest.raises(error) as raised:
+            workers.run_all(EchoWorker.raise_on, 0, kind)
+        assert workers.has_raised(raised.value)
+        assert not group.has_raised(raised.value)
+        return raised.value
+
+    bug = raised_for("bug", TwoArgumentError)
+    assert isinstance(bug, TwoArgumentError) and bug.code == 3
+    assert workers.settle(0)
+    for kind, error in (("user", DataError), ("memory", UserError), ("died", WorkerDiedError)):
+        raised = raised_for(kind, error)
+        assert not workers.has_raised(error("raised elsewhere"))
+        if kind == "memory":
+            told = "echo worker 0 ran out of the device's memory during raise_on (CUDA out of memory. Tried to al"
+            assert str(raised).startswith(told)
     workers.shutdown()
 
 
@@ -296,13 +297,3 @@ def test_a_call_that_usually_takes_long_is_warned_of_later(
         shown.append(len(caplog.messages))
     assert shown == [0, 0, 1, 1, 2]
     assert caplog.messages[0].startswith("slow worker 0 has not answered yet: train has taken 201 s")
-
-
-def test_environment_variables_are_set_before_the_worker_is_built(cluster: VirtualCluster) -> None:
-    spec = WorkerSpec(
-        name="echo", factory=ECHO, kwargs={"greeting": "hi"}, env_vars={"RANK": "9", "EXTRA": "x"}, num_workers=1
-    )
-    workers = RayWorkerGroup(cluster, spec)
-    assert workers.run_all(EchoWorker.environment, ["RANK", "EXTRA"]) == [{"RANK": "9", "EXTRA": "x"}]
-    workers.shutdown()
-    workers.shutdown()
