@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -156,12 +157,16 @@ def hf_model(folder: Path) -> Any:
     return as_published(model.eval())
 
 
-def plain_steps(model: Any) -> tuple[list[float], list[float]]:
-    """Steps of plain torch with `BATCHES`: the losses and the norms of the gradients."""
+def plain_steps(model: Any, *first: tuple[float, dict[str, Tensor]]) -> tuple[list[float], list[float]]:
+    """Take steps of plain torch with `BATCHES`; return the losses and the norms of the gradients.
+
+    Args:
+        model: Hugging Face's model, which is trained.
+        first: Loss and gradients of the first batches, if they are known.
+    """
     losses, norms = [], []
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, eps=EPSILON, weight_decay=0.0)
-    for batch in BATCHES:
-        loss, grads = hf_loss_and_grads(model, batch)
+    for loss, grads in chain(first, (hf_loss_and_grads(model, batch) for batch in BATCHES[len(first) :])):
         for name, parameter in model.named_parameters():
             parameter.grad = grads[name]
         norms.append(float(torch.nn.utils.get_total_norm(grads.values())))
@@ -194,9 +199,9 @@ def steps(worker: PolicyWorker, batches: Sequence[Any]) -> list[TrainResult]:
 
 
 def trains_like_plain_torch(row: Row, root: Path, model: Any, scores_BS: Tensor) -> None:
-    """Import, logprobs, two steps, a checkpoint between them, an export after them, and a resume bit by bit.
+    """Import, logprobs, gradients, two steps, a checkpoint between them, an export, and a resume bit by bit.
 
-    The exported model has Hugging Face's gradients, of packed rows where they can be packed.
+    Rows are packed where they can be packed; those of adapters are padded.
 
     Args:
         row: Of the matrix.
@@ -204,9 +209,11 @@ def trains_like_plain_torch(row: Row, root: Path, model: Any, scores_BS: Tensor)
         model: Hugging Face's model of the row's folder; is trained here.
         scores_BS: Its logprobs.
     """
-    losses, norms = plain_steps(model)
-    with row.worker() as worker:
+    with row.worker(**({"sequence_packing": PACKING} if row.packs else {})) as worker:
         scores_like(worker, scores_BS)
+        first = hf_loss_and_grads(model, BATCHES[0])
+        has_gradients_of(model, row, worker, *first)
+        losses, norms = plain_steps(model, first)
         results = steps(worker, BATCHES[:1])
         worker.save_checkpoint(root / "saved")
         results += steps(worker, BATCHES[1:])
@@ -215,36 +222,22 @@ def trains_like_plain_torch(row: Row, root: Path, model: Any, scores_BS: Tensor)
         trained = checkpoint_names(row, weights_of(worker))
         assert_close(trained, checkpoint_tensors(model))
         worker.export_hf(root / "hf")
-        if row.packs:  # otherwise the next worker goes on from it
-            goes_on_from(worker, row, root / "saved", results[1:], trained)
+        worker.load_checkpoint(root / "saved")
+        assert steps(worker, BATCHES[1:]) == results[1:]
+        assert_equal(checkpoint_names(row, weights_of(worker)), trained)
     exported = hf_model(root / "hf")
     assert_equal(checkpoint_tensors(exported), trained)
     assert not getattr(exported.config, "num_nextn_predict_layers", 0)  # whose tensors are not there
-    with row.worker(root / "hf", **({"sequence_packing": PACKING} if row.packs else {})) as worker:
-        has_gradients_of(exported, row, worker)
-        if not row.packs:
-            worker.zero_grad()
-            goes_on_from(worker, row, root / "saved", results[1:], trained)
 
 
-def goes_on_from(
-    worker: PolicyWorker, row: Row, saved: Path, results: Sequence[TrainResult], trained: Mapping[str, Tensor]
-) -> None:
-    """After a checkpoint is loaded, steps have these results and leave these weights, bit by bit."""
-    worker.load_checkpoint(saved)
-    assert steps(worker, BATCHES[-len(results) :]) == results
-    assert_equal(checkpoint_names(row, weights_of(worker)), trained)
-
-
-def has_gradients_of(model: Any, row: Row, worker: PolicyWorker) -> None:
-    """Logprobs, loss and every gradient are those of Hugging Face's model, whose parameters become its gradients."""
-    scores_like(worker, scores_of(model))
-    expected_loss, _ = hf_loss_and_grads(model, BATCHES[0])
+def has_gradients_of(model: Any, row: Row, worker: PolicyWorker, loss: float, grads: Mapping[str, Tensor]) -> None:
+    """Loss and every gradient of the first batch are those of Hugging Face's model."""
     worker.prepare_for_training()
-    loss, _ = worker.forward_backward(BATCHES[0], NLL())
-    assert_close(loss, expected_loss)
-    for parameter in model.parameters():
-        parameter.data = parameter.grad
+    found_loss, _ = worker.forward_backward(BATCHES[0], NLL())
+    assert_close(found_loss, loss)
+    values = {name: parameter.data for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        parameter.data = grads[name]
     buffers = {checkpoint_name(model, name) for name, _ in model.named_buffers()}  # some are tensors of checkpoints
     found, expected = (
         {name: tensor for name, tensor in tensors.items() if name not in buffers}
@@ -252,10 +245,13 @@ def has_gradients_of(model: Any, row: Row, worker: PolicyWorker) -> None:
     )
     has_states = RECORDS[FAMILIES[row.name][0]].state_mixer is not None
     assert_close(found, expected, num_terms=2**16 if has_states else NUM_TERMS)  # of decays: sums of sums over chunks
+    for name, parameter in model.named_parameters():
+        parameter.data = values[name]
+    worker.zero_grad()
 
 
 def adapters_move_the_merged_weights(row: Row, root: Path, scores_BS: Tensor, engine: EngineProcess | None) -> None:
-    """Two steps of adapters; the worker computes, exports and refits to the engine the weights with them.
+    """Two steps of adapters of padded rows; the worker computes, exports and refits to the engine weights with them.
 
     Args:
         row: Of the matrix.

@@ -1,7 +1,8 @@
 """The matrix: every family with every backend that trains it, from import to refit.
 
-`make test` runs all rows up to the exported folder, and those of `SERVED_IN_CI` with an engine. `make test-models` runs
-all of them with an engine and over two ranks, and writes what docs/reference/models.md is made of.
+`make test` runs each family's first row with each backend, and `FURTHER_IN_CI`, up to the exported folder, and those of
+`SERVED_IN_CI` with an engine. `make test-models` runs all rows with an engine and over two ranks, and writes what
+docs/reference/models.md is made of.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from matrix_cases import (
     split_over_two_ranks,
     trains_like_plain_torch,
 )
-from model_families import save_family_folder
+from model_families import FAMILIES, save_family_folder
 from models_page import BY_ENGINE, EVERYWHERE, LORA, PACKING
 from policy_cases import run_ranks
 
@@ -33,17 +34,28 @@ from nemo_offload_rl.protocols.backend import ProcessInfo
 pytestmark = [pytest.mark.trains, pytest.mark.processes]
 # Rotary embeddings of Llama 3, of OLMo 3 by layer type, and of DeepSeek-R1-0528-Qwen3-8B with its `attn_factor`.
 SERVED_IN_CI = ("llama/dtensor", "olmo3/dtensor", "qwen3-tied/megatron", "qwen3_moe/megatron")
+# Further settings of a family that code of this package acts on: rotary embeddings with a factor, experts beside
+# another layer, keys that layers share; and most of Megatron, which gets every setting through a bridge.
+FURTHER_IN_CI = (
+    *(f"{name}/dtensor" for name in ("deepseek_v3-yarn", "phi3-longrope", "gemma4-shared-tied", "gemma4-experts-tied")),
+    *(f"{name}/dtensor" for name in ("nemotron_h-moe", "granitemoehybrid-moe-tied", "qwen2_moe-dense-tied")),
+    *(f"{name}/megatron" for name in ("llama-llama3", "llama-odd", "llama-tied", "mistral-window", "qwen3_moe-dense")),
+    *(f"{name}/megatron" for name in ("deepseek_v3-moonlight", "nemotron_h-latent", "nemotron_h-moe")),
+)
 
 
-def rows(*, served: bool) -> list[object]:
-    """Names and backends; with the marker of `make test-models` those that `make test` leaves to it."""
-    found = []
-    for name, backend in ROWS:
-        key = f"{name}/{backend}"
-        marks = [pytest.mark.models] if served and key not in SERVED_IN_CI else []
-        if served or key not in SERVED_IN_CI:
-            found.append(pytest.param(name, backend, id=f"{name}-{backend}", marks=marks))
-    return found
+def rows_of_families() -> list[object]:
+    """Names and backends of the rows that `make test` runs without an engine."""
+    first = {(FAMILIES[name][0], backend): f"{name}/{backend}" for name, backend in reversed(ROWS)}
+    chosen = {*first.values(), *FURTHER_IN_CI}.difference(SERVED_IN_CI)
+    assert chosen.union(SERVED_IN_CI) <= {"/".join(row) for row in ROWS}
+    return [pytest.param(*row, id="-".join(row)) for row in ROWS if "/".join(row) in chosen]
+
+
+def served_rows() -> list[object]:
+    """Names and backends of all rows; with the marker of `make test-models` those that `make test` leaves to it."""
+    marks = {row: [] if "/".join(row) in SERVED_IN_CI else [pytest.mark.models] for row in ROWS}
+    return [pytest.param(*row, id="-".join(row), marks=marks[row]) for row in ROWS]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +65,7 @@ def engine() -> Iterator[EngineProcess]:
 
 
 def check(row: Row, root: Path, engine: EngineProcess | None) -> list[str]:
-    """Go through everything that one rank can show; what was seen, in the page's words."""
+    """Go through everything that one rank can show, and return what was seen, in the page's words."""
     facts = [fact for fact in EVERYWHERE if row.is_served or fact not in BY_ENGINE]
     save_family_folder(row.folder, row.name)
     model = hf_model(row.folder)
@@ -71,12 +83,12 @@ def check(row: Row, root: Path, engine: EngineProcess | None) -> list[str]:
     return facts
 
 
-@pytest.mark.parametrize(("name", "backend"), rows(served=False))
+@pytest.mark.parametrize(("name", "backend"), rows_of_families())
 def test_a_family_trains_as_in_plain_torch(tmp_path: Path, name: str, backend: str) -> None:
     check(Row(name, backend, tmp_path / "model"), tmp_path, None)
 
 
-@pytest.mark.parametrize(("name", "backend"), rows(served=True))
+@pytest.mark.parametrize(("name", "backend"), served_rows())
 def test_a_family_trains_and_is_served(engine: EngineProcess, tmp_path: Path, name: str, backend: str) -> None:
     row = Row(name, backend, tmp_path / "model")
     matrix_results.write(row, check(row, tmp_path, engine if row.is_served else None))
