@@ -80,8 +80,8 @@ def test_with_an_age_of_zero_a_run_is_the_synchronous_run_bit_by_bit(tmp_path, m
     assert {record.get("train/avg_trajectory_age", 0) for record in collected.values()} == {0}
 
 
-@pytest.mark.parametrize("max_age", [1, 3])
-def test_ages_grow_to_the_bound_and_change_no_number_while_the_weights_stay_the_same(tmp_path, model, max_age):
+def test_ages_grow_to_the_bound_and_change_no_number_while_the_weights_stay_the_same(tmp_path, model):
+    max_age = 3
     keys = (*collected_ahead(max_age), "policy.optimizer.kwargs.lr=0.0", "policy.optimizer.kwargs.weight_decay=0.0")
     in_turn = run(tmp_path / "in turn", model, *keys, OFF)
     collected = run(tmp_path / "collected", model, *keys)
@@ -381,23 +381,27 @@ class Pair(PausableEngine):
         return {}
 
 
+@pytest.fixture(scope="module")
+def prompts_in_turn(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Prompts of all rollouts of two epochs."""
+    folder = tmp_path_factory.mktemp("in turn")
+    run(folder, model, *collected_ahead(1), OFF, "grpo.log_rollouts=true", "grpo.max_num_epochs=2")
+    return sorted(rollout["prompt"] for rollouts in read_rollouts(folder).values() for rollout in rollouts)
+
+
 @pytest.mark.parametrize(
     ("dies", "keys"),
     [("at work", colocated_ahead(1)), ("asleep", colocated_ahead(1)), ("at work", taken_as_finished(1))],
 )
-def test_what_a_living_engine_has_sampled_goes_on_after_the_death_of_another(tmp_path, model, dies, keys):
+def test_what_a_living_engine_has_sampled_goes_on_after_the_death_of_another(
+    tmp_path, model, prompts_in_turn, dies, keys
+):
     engine = Pair(dies)
     keys = (*keys, "grpo.log_rollouts=true", "grpo.max_num_epochs=2")
-    metrics = run(tmp_path / "dying", model, *keys, engine=engine, restart=engine.restart)
+    metrics = run(tmp_path, model, *keys, engine=engine, restart=engine.restart)
     assert list(metrics) == [*range(1, STEPS + 1)] and engine.dies == ""
-    in_turn = run(tmp_path / "in turn", model, *keys, OFF, engine=HuggingFaceEngine())
-    assert list(in_turn) == list(metrics)
-    logged = [
-        [rollout for rollouts in read_rollouts(tmp_path / name).values() for rollout in rollouts]
-        for name in ("dying", "in turn")
-    ]
-    prompts = [sorted(rollout["prompt"] for rollout in rollouts) for rollouts in logged]
-    assert prompts[0] == prompts[1]
+    logged = [rollout for rollouts in read_rollouts(tmp_path).values() for rollout in rollouts]
+    assert sorted(rollout["prompt"] for rollout in logged) == prompts_in_turn
     begun = [one for one in engine.given_back if one.token_ids and one.finish_reason == "abort"]
     assert begun
     for part in begun:
@@ -406,7 +410,7 @@ def test_what_a_living_engine_has_sampled_goes_on_after_the_death_of_another(tmp
             rollout["token_ids"][:size] == part.token_ids
             and rollout["generation_logprobs"][:size] == part.logprobs
             and len(rollout["token_ids"]) > size
-            for rollout in logged[0]
+            for rollout in logged
         )
 
 
