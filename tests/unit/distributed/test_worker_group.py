@@ -19,6 +19,7 @@ from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster
 from nemo_offload_rl.distributed.watch import CallTimes, CallWatch
 from nemo_offload_rl.distributed.worker_group import RayWorkerGroup, WorkerSpec
 from nemo_offload_rl.errors import DataError, UserError, WorkerDiedError, WorkerHungError
+from nemo_offload_rl.utils import liveness
 
 ECHO = "echo_workers:EchoWorker"
 
@@ -253,7 +254,10 @@ class _OneWorker:
         return {0: self._location}
 
 
-def test_progress_and_a_suspended_driver_put_off_the_end_of_a_call(cluster: VirtualCluster, tmp_path: Path) -> None:
+def test_progress_and_a_suspended_driver_put_off_the_end_of_a_call(
+    cluster: VirtualCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(liveness, "_DUMP_TIMEOUT_S", 0.0)  # this process writes its stacks elsewhere
     stderr = tmp_path / "stderr"
     stderr.touch()
     workers, times = _OneWorker(stderr), CallTimes(warning_s=1e9, timeout_s=1e4, longest_s={})
