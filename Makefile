@@ -72,7 +72,8 @@ test-fast: setup
 test-models: setup
 	ONLY="$(ONLY)" MODELS_RESULTS=benchmarks/results/models.json $(PYTEST) tests/unit/models/test_matrix.py \
 		-k "split or (served and ($(or $(ONLY),family)))"
-	$(PYTEST) tests/unit/policy/test_worker_layerwise.py -m models -k "$(or $(ONLY),family)"
+	$(PYTEST) tests/unit/policy/test_worker_layerwise.py tests/unit/backends/dtensor/test_state_mixers.py \
+		-m models -k "$(or $(ONLY),test)"
 	$(PYTHON) tests/support/models_page.py
 
 test-gpu:

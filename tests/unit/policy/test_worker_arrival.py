@@ -147,8 +147,6 @@ def check_two_ranks(process, folder, moe_folder):
         {},
         {"tensor_parallel_size": 2},
         gathers_first,
-        {"backend": "megatron", "overlap_param_gather": False},
-        {"backend": "megatron", "tensor_parallel_size": 2},
         {"backend": "megatron", "pipeline_model_parallel_size": 2},
         {"backend": "megatron", "expert_model_parallel_size": 2, "overlap_param_gather": False},
     ):

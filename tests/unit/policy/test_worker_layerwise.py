@@ -78,10 +78,6 @@ def crossings(worker, run):
     [
         ("qwen3", "bfloat16"),
         ("qwen3-tied", "float32"),
-        ("qwen3-tied", "packed"),
-        ("qwen2", "packed"),
-        ("llama", "float32"),
-        ("gemma2-tied", "bfloat16"),
         ("gemma2-tied", "packed"),  # windows over packed rows
         ("qwen3-moe", "packed"),
         ("olmo2", "float32"),
@@ -362,7 +358,7 @@ def test_groups_get_smaller_where_later_micro_batches_take_more_than_the_first_o
         assert num_tries
 
 
-@pytest.mark.parametrize(("part", "raised"), [(1, KeyboardInterrupt), (4, ArithmeticError), (10, KeyboardInterrupt)])
+@pytest.mark.parametrize(("part", "raised"), [(4, ArithmeticError), (10, KeyboardInterrupt)])
 def test_an_update_that_is_broken_off_leaves_a_worker_that_refuses_all_further_work(
     eight_layers, two_steps, tmp_path, part, raised
 ):

@@ -38,24 +38,23 @@ from nemo_offload_rl.weight_sync.shared_memory import SharedMemoryReceiver
 
 
 @pytest.mark.parametrize(
-    ("family", "changes"),
+    ("family", "changes", "device"),
     [
-        ("qwen3", {"precision": "bfloat16", "residency_verify": True}),
-        ("qwen3-tied", {"precision": "bfloat16"}),
-        ("qwen3-tied", {"logprob_chunk_size": 3, "max_grad_norm": 0.1}),
+        ("qwen3", {"precision": "bfloat16", "residency_verify": True}, DeferredDevice()),
+        ("qwen3-tied", {"precision": "bfloat16"}, DeferredDevice(free_bytes=0)),
+        ("qwen3-tied", {"logprob_chunk_size": 3, "max_grad_norm": 0.1}, CpuDevice()),
     ],
     ids=str,
 )
 def test_steps_in_parts_equal_bit_by_bit_those_of_a_model_that_stays_on_the_device(
-    folders, family, changes, use_device
+    folders, family, changes, device, use_device
 ):
     folder, _ = folders(family)
     with one_rank_worker(folder, keep_reference=True, **changes) as worker:
         expected = steps(worker, 2)
-    for device in (CpuDevice(), DeferredDevice(), DeferredDevice(free_bytes=0)):
-        use_device(device)
-        with in_parts(folder, keep_reference=True, **changes) as worker:
-            assert_same_steps(steps(worker, 2), expected)
+    use_device(device)
+    with in_parts(folder, keep_reference=True, **changes) as worker:
+        assert_same_steps(steps(worker, 2), expected)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -131,7 +130,7 @@ def test_host_memory_is_sixteen_bytes_a_parameter_and_known_before_anything_is_l
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("countdown", [1, 2, 10, 12, 37])
+@pytest.mark.parametrize("countdown", [2, 10, 37])
 def test_a_copy_that_fails_in_a_pass_leaves_the_old_state_and_later_steps_are_the_same(
     eight_layers, two_steps, use_device, countdown
 ):
@@ -148,7 +147,7 @@ def test_a_copy_that_fails_in_a_pass_leaves_the_old_state_and_later_steps_are_th
         assert_equal(full_params(worker), two_steps[2])
 
 
-@pytest.mark.parametrize("countdown", [1, 2, 3, 4, 44])
+@pytest.mark.parametrize("countdown", [1, 3, 4, 44])
 def test_a_copy_that_fails_in_an_update_leaves_the_old_state_or_a_worker_that_refuses(
     eight_layers, two_steps, use_device, tmp_path, countdown
 ):
