@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from importlib.util import find_spec
+from types import NoneType
 from typing import Any
 
 import torch
@@ -307,6 +308,7 @@ def _attention(name: str, overrides: str, dtype: torch.dtype, longest: int, pack
 def _built(model: _Model) -> Any:
     """Build a tensor-parallel rank's part of a model without data, in the compute type, with all experts."""
     causal_lm = build_causal_lm(_config(model.name, model.overrides), model.attention)
+    _share_equal_layers(decoder_layers(causal_lm))
     without_kernels(causal_lm)  # which need values
     for module in causal_lm.modules():
         if (rule := getattr(module, "chunk_gated_delta_rule", None)) is not None:
@@ -321,6 +323,25 @@ def _built(model: _Model) -> Any:
         parameter.data = parameter.data.to(model.dtype)
     _split(causal_lm, model.tensor_size)
     return causal_lm
+
+
+def _share_equal_layers(layers: nn.ModuleList) -> None:
+    """Put one layer in all places of equal ones, so that adapters and parts are made for it alone."""
+
+    def described(layer: nn.Module) -> str:
+        parts = [(name, type(part), _plain_attributes(part)) for name, part in layer.named_modules()]
+        tensors = (*layer.named_parameters(), *layer.named_buffers())
+        return repr((parts, [(name, tuple(it.shape), it.dtype) for name, it in tensors]))
+
+    first: dict[str, nn.Module] = {}
+    for place, layer in enumerate(layers):
+        layers[place] = first.setdefault(described(layer), layer)
+
+
+def _plain_attributes(part: nn.Module) -> list[tuple[str, Any]]:
+    """Return a module's own numbers, texts and lists by name, but for its layer's place in the model."""
+    plain = (bool, int, float, str, tuple, list, torch.dtype, NoneType)
+    return [(name, it) for name, it in sorted(vars(part).items()) if isinstance(it, plain) and name != "layer_idx"]
 
 
 class _Keeps(torch.autograd.Function):
@@ -460,14 +481,15 @@ def _layer_calls(
 
         return forward
 
-    own = [vars(layer).get("forward") for layer in layers]
-    for layer in layers:
+    one_of_each = list(dict.fromkeys(layers))
+    own = [vars(layer).get("forward") for layer in one_of_each]
+    for layer in one_of_each:
         layer.forward = recorded(layer)
     try:
         with _masks_without_values(is_packed=row.is_packed):
             outer_bytes = live_bytes(lambda: causal_lm.base_model(**inputs), causal_lm)
     finally:
-        for layer, forward in zip(layers, own, strict=True):
+        for layer, forward in zip(one_of_each, own, strict=True):
             del layer.forward
             if forward is not None:
                 layer.forward = forward
