@@ -64,7 +64,7 @@ house:
 	$(PYTHON) -m pytest -q -s tests/functional/test_grpo_devices.py -k ways
 
 test-cpu: setup
-	$(PYTEST) -m "not gpu and not models"
+	$(PYTEST) -m "not gpu and not models" --durations=15 --durations-min=10
 
 test-fast: setup
 	$(PYTEST) -m "not gpu and not models and not processes and not trains"
