@@ -44,7 +44,7 @@ from nemo_offload_rl.weight_sync.shared_memory import SharedMemoryReceiver
         ("qwen3-tied", {"precision": "bfloat16"}, DeferredDevice(free_bytes=0)),
         ("qwen3-tied", {"logprob_chunk_size": 3, "max_grad_norm": 0.1}, CpuDevice()),
     ],
-    ids=str,
+    ids=["verified", "tied, overlapped if there is room", "tied, clipped"],
 )
 def test_steps_in_parts_equal_bit_by_bit_those_of_a_model_that_stays_on_the_device(
     folders, family, changes, device, use_device
