@@ -29,8 +29,8 @@ SMALL_LINES = 60
 LIMITS = {
     "imports upward": 0,
     "circles of modules": 0,
-    "modules": 336,
-    "lines": 63450,
+    "modules": 335,
+    "lines": 63420,
     "modules under 60 lines with one importer": 0,
 }
 
