@@ -154,7 +154,7 @@ def start_ray(settings: ClusterConfig) -> list[psutil.Process]:
         logger.warning("Ray did not start, and is started once more: %s", " ".join(str(error).split()))
     try:
         return _start_here(common)
-    except Exception as error:
+    except Exception as error:  # as above
         raise _not_started(error) from error
 
 

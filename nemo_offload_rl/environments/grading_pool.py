@@ -188,6 +188,7 @@ class GradingPool:
         message = pickle.dumps(jobs[job])
         while True:
             if worker.process.poll() is not None:
+                self._check_open()
                 _end(worker)
                 worker = self._start_worker()
             self._wait_until_ready(worker)
@@ -195,7 +196,6 @@ class GradingPool:
                 worker.pipe.send_bytes(message)
                 break
             except BrokenPipeError:
-                self._check_open()
                 _end(worker, by_itself=True)
         worker.job = job
         worker.deadline = time.monotonic() + self._timeout_s

@@ -97,7 +97,7 @@ def compile_early(
             reason = reason or compile_model(teacher.model, process, most_bytes, is_frozen=True)
         if reason is not None:
             logger.info("The layers are compiled in the first step, not while the engine starts: %s", reason)
-    except Exception as error:
+    except Exception as error:  # the model's code may fail in any way on a sample; the first step runs it on data
         told = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         logger.warning("Compiling the layers while the engine starts failed, so the first step compiles them: %s", told)
     gc.collect()  # a sample has circles of references

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from nemo_offload_rl.errors import first_line
+from nemo_offload_rl.errors import UserError, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,8 @@ def _read_cache_without_hub() -> None:
     """
     from huggingface_hub import constants
 
+    if os.environ.get("HF_HUB_OFFLINE") == "1":  # a prepared process got it after it had imported the library
+        constants.HF_HUB_OFFLINE = True
     if constants.HF_HUB_OFFLINE or _no_answer(constants.ENDPOINT) is None:
         return
     if (reason := _no_answer(constants.ENDPOINT)) is not None:
@@ -56,12 +58,21 @@ def _read_cache_without_hub() -> None:
 
 
 def _no_answer(endpoint: str) -> str | None:
-    """Return why a server does not answer; None if it does, whatever it says."""
+    """Return why a server does not answer; None if it does, whatever it says.
+
+    Raises:
+        UserError: A proxy needs a package that is not installed.
+    """
     import httpx
     from huggingface_hub import get_session
 
     try:
         get_session().head(endpoint, timeout=_ANSWER_S)
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         return first_line(error)
+    except ImportError as error:  # without it, the library does not read its cache either
+        raise UserError(
+            f"the hub cannot be asked through the proxy of ALL_PROXY, HTTPS_PROXY or HTTP_PROXY ({first_line(error)}); "
+            "install that package, or unset the variable"
+        ) from error
     return None

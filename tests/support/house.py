@@ -30,7 +30,7 @@ LIMITS = {
     "imports upward": 0,
     "circles of modules": 0,
     "modules": 335,
-    "lines": 63420,
+    "lines": 63430,
     "modules under 60 lines with one importer": 0,
 }
 

@@ -175,7 +175,7 @@ def _model_config(settings: VllmSettings) -> dict[str, Any]:
     """
     in_refits = settings.adapters is None or settings.adapters.with_weights
     weights_come = in_refits and settings.vllm_kwargs.get("load_format", "dummy") == "dummy"
-    language = _language_of(settings.model_name)
+    language = _language_of(settings.model_name)  # in any case: without a hub, vLLM then reads its cache too
     reads = partial(
         as_the_policy_reads_it,
         overrides=dict(settings.hf_config_overrides),

@@ -1,11 +1,13 @@
 import os
 import socket
+import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import close_session, constants
 
+from nemo_offload_rl.errors import UserError
 from nemo_offload_rl.utils import hub
 
 
@@ -15,8 +17,10 @@ def online(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "")  # as it was afterwards, whatever a test does
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     hub._read_cache_without_hub.cache_clear()
+    close_session()  # which knows the proxies of its start
     yield
     hub._read_cache_without_hub.cache_clear()
+    close_session()
 
 
 def test_a_hub_that_does_not_answer_is_left_out_from_then_on_and_warned_of_once(online, monkeypatch, caplog, tmp_path):
@@ -31,6 +35,28 @@ def test_a_hub_that_does_not_answer_is_left_out_from_then_on_and_warned_of_once(
                 assert constants.HF_HUB_OFFLINE and os.environ["HF_HUB_OFFLINE"] == "1"
     (told,) = caplog.messages
     assert told.startswith(f"the hub {constants.ENDPOINT} cannot be reached (") and "from its cache" in told
+
+
+@pytest.mark.parametrize("endpoint", ["hub.example", "http://[hub"])
+def test_an_endpoint_that_is_no_address_is_a_hub_that_cannot_be_reached(online, monkeypatch, caplog, endpoint):
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    with hub.looking_up("Qwen/Qwen3-0.6B"):
+        assert constants.HF_HUB_OFFLINE
+    assert len(caplog.messages) == 1
+
+
+def test_a_proxy_that_needs_a_package_is_an_error_that_names_it(online, monkeypatch):
+    monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:9")
+    monkeypatch.setitem(sys.modules, "socksio", None)  # not installed
+    with pytest.raises(UserError, match=r"ALL_PROXY.*socksio.*; install that package"), hub.looking_up("some/model"):
+        pass
+
+
+def test_a_process_that_had_the_library_before_its_environment_asks_nobody(online, monkeypatch, caplog):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with hub.looking_up("Qwen/Qwen3-0.6B"):
+        assert constants.HF_HUB_OFFLINE
+    assert not caplog.messages
 
 
 def test_a_hub_that_answers_is_used_whatever_it_says(online, monkeypatch, caplog):
